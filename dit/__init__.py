@@ -1,0 +1,1 @@
+"""DiT training that is planned before it starts and measured against its plan."""

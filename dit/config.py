@@ -1,0 +1,386 @@
+"""Every setting of a run: typed, documented with unit and default, validated here and nowhere else.
+
+A :class:`TrainConfig` is a tree of frozen dataclasses. It is read from a TOML file (one table per section), overridden by
+flags, and saved resolved as ``config.json``. This module needs neither torch nor a GPU.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+class UsageError(ValueError):
+    """A mistake of the user's. The message is one line: the flag or file, what was found, what would be right."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything that determines a DiT's parameters and the size of its tensors.
+
+    ``input_size`` is (height, width) of what the model sees: latents, or pixels when no VAE is used.
+    """
+
+    input_size: tuple[int, int]
+    patch_size: int
+    in_channels: int
+    hidden_size: int
+    depth: int
+    num_heads: int
+    mlp_ratio: float = 4.0
+    num_classes: int = 1000
+    class_dropout_prob: float = 0.1
+    learn_sigma: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return (self.input_size[0] // self.patch_size) * (self.input_size[1] // self.patch_size)
+
+    @property
+    def out_channels(self) -> int:
+        return self.in_channels * 2 if self.learn_sigma else self.in_channels
+
+    @property
+    def null_class(self) -> int:
+        """The label that means "no class": one past the last class."""
+        return self.num_classes
+
+
+# Table 1 of "Scalable Diffusion Models with Transformers" (arXiv 2212.09748): depth, width, heads; times patch 2, 4, 8.
+_SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
+PRESETS: dict[str, dict[str, int]] = {
+    f"DiT-{size}/{patch}": dict(depth=depth, hidden_size=width, patch_size=patch, num_heads=heads)
+    for size, (depth, width, heads) in _SIZES.items()
+    for patch in (2, 4, 8)
+}
+NUM_TIMESTEPS = 1000
+DIGITS_SIZE, DIGITS_CLASSES = 8, 10
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model"""
+
+    model: str = "DiT-XL/2"
+    """A preset, DiT-{S,B,L,XL}/{2,4,8}, or "custom" with --depth, --hidden-size, --num-heads and --patch-size."""
+    image_size: int | tuple[int, int] = 256
+    """Image size in pixels: one number for a square, or height and width."""
+    num_classes: int = 1000
+    """Number of classes. 0 trains without labels."""
+    depth: int | None = None
+    """Number of transformer blocks, instead of the preset's."""
+    hidden_size: int | None = None
+    """Width of a token, instead of the preset's. A multiple of --num-heads and of 4."""
+    num_heads: int | None = None
+    """Attention heads, instead of the preset's."""
+    patch_size: int | None = None
+    """Patch size in latent pixels, instead of the preset's."""
+    class_dropout_prob: float = 0.1
+    """Share of labels replaced by the null class in training; classifier-free guidance needs it above 0."""
+    learn_sigma: bool = True
+    """Predict the variance too (doubles the output channels), as the paper does."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data"""
+
+    data: Literal["folder", "latents", "digits", "synthetic"] = "folder"
+    """folder: class folders of images; latents: what scripts/extract_latents.py wrote; digits: scikit-learn's 8x8
+    handwritten digits, embedded; synthetic: random latents of the right shape, for measuring."""
+    data_path: str | None = None
+    """Folder of the images or latents."""
+    vae: str | None = None
+    """ema or mse (the official VAEs), the path of a diffusers AutoencoderKL, or none for pixel space. Default: ema for
+    images, none for digits."""
+    num_workers: int = 4
+    """Loader processes per device. 0 loads in the training process."""
+    encode_chunk: int = 0
+    """Images the VAE encodes at once when it runs in the loop. 0: the whole micro-batch."""
+    classes_file: str | None = None
+    """Text file with one class folder name per line: a subset, in this order."""
+    augment: Literal["center-crop", "random-crop", "resize"] = "center-crop"
+    """How an image becomes --image-size: the official centre crop, a random crop, or a plain resize."""
+    flip: bool = True
+    """Flip half of the images horizontally."""
+    latent_channels: int = 4
+    """Channels of the VAE's latents. Read from the VAE or the latents where they say it."""
+    latent_factor: int = 8
+    """Image pixels per latent pixel. Read from the VAE or the latents where they say it."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Precision and kernels"""
+
+    amp: bool = False
+    """Automatic mixed precision: autocast of the model's forward; weights, gradients and moments stay fp32."""
+    amp_dtype: Literal["auto", "bf16", "fp16"] = "auto"
+    """auto: bf16 where the device has it, else fp16 with a GradScaler."""
+    tf32: bool = True
+    """TF32 for fp32 matrix products and convolutions, on devices that have it."""
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    """Attention kernel. math is the unfused path, which stores the T x T scores."""
+    compile: bool = False
+    """torch.compile the model. The plan then gives the eager figure as an upper bound."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer"""
+
+    lr: float = 1e-4
+    """Learning rate after warm-up."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    clip_grad: float = 0.0
+    """Largest gradient norm; gradients above are scaled down. 0: no clipping."""
+    ema_decay: float = 0.9999
+    """Decay of the weights' moving average, warmed up: min(decay, (1+s)/(10+s)) at step s."""
+    ema: Literal["device", "off"] = "device"
+    """Where the average of the weights lives; off keeps none."""
+    optimizer: Literal["adamw", "adamw-foreach"] = "adamw"
+    """adamw: the fused kernel; adamw-foreach: the multi-tensor one, which needs a temporary copy."""
+    max_bad_steps: int = 20
+    """Consecutive steps with a non-finite loss or gradient (skipped, logged) after which the run stops."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Memory and devices"""
+
+    global_batch_size: int = 256
+    """Images per step over all devices: micro-batch x accumulation x devices."""
+    grad_accum: int = 1
+    """Micro-batches accumulated on each device per step."""
+    ckpt: bool = False
+    """Gradient checkpointing: recompute the blocks' activations in the backward instead of keeping them."""
+    ckpt_blocks: int | None = None
+    """Checkpoint the first N blocks only. Default: all."""
+    parallel: Literal["ddp"] = "ddp"
+    """How several devices share the work."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Run"""
+
+    results_dir: str = "results"
+    """Where new runs get their folder, NNN-<model>."""
+    run_dir: str | None = None
+    """The run's folder: made when missing, continued from its newest valid checkpoint file when not."""
+    epochs: int = 1400
+    """Passes over the data, unless --max-steps is given."""
+    max_steps: int | None = None
+    """Steps in all, counted from the start of the run, not of this session."""
+    global_seed: int = 0
+    """Seed of the weights and of every random choice in the data."""
+    log_every: int = 100
+    """Steps between console lines (metrics.jsonl has every step)."""
+    ckpt_every: int = 50_000
+    """Steps between checkpoint files. One is written at the end too."""
+    keep_last: int = 3
+    """Newest checkpoint files that are kept. 0 keeps all."""
+    keep_every: int = 0
+    """Also keep every checkpoint file whose step is a multiple of this. 0: none."""
+    sample_every: int = 0
+    """Steps between sample grids in samples/. 0: none."""
+    tracker: Literal["none", "tensorboard", "wandb", "aim", "comet_ml", "mlflow"] = "none"
+    """Experiment tracker, through accelerate."""
+
+
+@dataclass(frozen=True)
+class TrialConfig:
+    """Plan and trial"""
+
+    trial: bool = False
+    """Freeze the plan, train --trial-steps steps, hold one against the other, write report.html and stop."""
+    trial_steps: int = 500
+    """Length of a trial in steps."""
+    plan: Literal["off", "warn", "require"] = "warn"
+    """Plan the run before it starts: warn if it does not fit, or require that it fits."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a diffusion transformer. One process: python train.py ...; many: torchrun --nproc_per_node=8 train.py ..."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    trial: TrialConfig = field(default_factory=TrialConfig)
+
+    @property
+    def image_hw(self) -> tuple[int, int]:
+        """Image height and width in pixels."""
+        size = self.model.image_size
+        return (size, size) if isinstance(size, int) else tuple(size)
+
+    @property
+    def vae(self) -> str:
+        """The VAE in use, "none" in pixel space; never None."""
+        return self.data.vae or ("none" if self.data.data == "digits" else "ema")
+
+    @property
+    def encodes_in_loop(self) -> bool:
+        """Whether a VAE runs inside the training step."""
+        return self.data.data == "folder" and self.vae != "none"
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of what the model sees."""
+        height, width = self.image_hw
+        if self.vae == "none":
+            return (1 if self.data.data == "digits" else 3, height, width)
+        return (self.data.latent_channels, height // self.data.latent_factor, width // self.data.latent_factor)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's shape. Raises UsageError where sizes do not fit each other."""
+        preset = PRESETS.get(self.model.model, {})
+        sizes = {name: getattr(self.model, name) or preset.get(name)
+                 for name in ("depth", "hidden_size", "num_heads", "patch_size")}
+        channels, *latent_hw = self.latent_shape
+        return ModelShape(input_size=tuple(latent_hw), in_channels=channels, num_classes=self.model.num_classes,
+                          class_dropout_prob=self.model.class_dropout_prob if self.model.num_classes else 0.0,
+                          learn_sigma=self.model.learn_sigma, **sizes)
+
+    @property
+    def checkpointed_blocks(self) -> int:
+        """Number of blocks under gradient checkpointing."""
+        if not self.memory.ckpt:
+            return 0
+        depth = self.shape.depth
+        return depth if self.memory.ckpt_blocks is None else self.memory.ckpt_blocks
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in folder names: DiT-XL-2."""
+        return self.model.model.replace("/", "-")
+
+    def micro_batch(self, world_size: int) -> int:
+        """Images one device sends through the model at once. Raises UsageError if the batch does not divide."""
+        batch, accumulation = self.memory.global_batch_size, self.memory.grad_accum
+        if batch % (world_size * accumulation):
+            share = world_size * accumulation
+            nearest = max(share, round(batch / share) * share)
+            raise UsageError(f"--global-batch-size {batch} is not divisible by {world_size} devices x --grad-accum "
+                             f"{accumulation} = {share}; {nearest} would be")
+        return batch // (world_size * accumulation)
+
+    def total_steps(self, num_samples: int) -> int:
+        """Steps of the whole run over a data set of ``num_samples`` images."""
+        if self.trial.trial:
+            return self.trial.trial_steps
+        if self.run.max_steps is not None:
+            return self.run.max_steps
+        return max(1, self.run.epochs * num_samples // self.memory.global_batch_size)
+
+
+def replace(config: TrainConfig, **changes: object) -> TrainConfig:
+    """A copy with settings changed by their flag name, whichever section they are in: ``replace(c, amp=True)``."""
+    by_section: dict[str, dict[str, object]] = {}
+    for name, value in changes.items():
+        by_section.setdefault(SECTION_OF[name], {})[name] = value
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)
+                                          for section, values in by_section.items()})
+
+
+def flag(name: str) -> str:
+    """How a setting is written on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+SECTIONS: dict[str, type] = {section.name: section.default_factory for section in dataclasses.fields(TrainConfig)}
+SECTION_OF = {setting.name: section for section, cls in SECTIONS.items() for setting in dataclasses.fields(cls)}
+
+
+# ---- validation ----
+
+_POSITIVE = ("depth", "hidden_size", "num_heads", "patch_size", "latent_channels", "latent_factor", "lr",
+             "global_batch_size", "grad_accum", "epochs", "max_steps", "log_every", "ckpt_every", "trial_steps",
+             "max_bad_steps")
+_NOT_NEGATIVE = ("num_classes", "num_workers", "encode_chunk", "weight_decay", "warmup_steps", "clip_grad",
+                 "ckpt_blocks", "keep_last", "keep_every", "sample_every", "global_seed")
+
+
+def validate(config: TrainConfig) -> TrainConfig:
+    """Return the config unchanged, or raise UsageError naming the first setting that cannot be."""
+    _check_numbers(config)
+    _check_model(config)
+    _check_toggles(config)
+    return config
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    for name, section in SECTION_OF.items():
+        value = getattr(getattr(config, section), name)
+        if isinstance(value, float) and not abs(value) < float("inf"):
+            raise UsageError(f"{flag(name)} {value}: must be a finite number")
+        if value is None or isinstance(value, str | bool):
+            continue
+        if name in _POSITIVE and value <= 0:
+            raise UsageError(f"{flag(name)} {value}: must be above 0")
+        if name in _NOT_NEGATIVE and value < 0:
+            raise UsageError(f"{flag(name)} {value}: must not be negative")
+    for name, section in (("class_dropout_prob", config.model), ("ema_decay", config.optim)):
+        if not 0 <= getattr(section, name) < 1:
+            raise UsageError(f"{flag(name)} {getattr(section, name)}: must be at least 0 and below 1")
+    if min(config.image_hw) <= 0:
+        raise UsageError(f"--image-size {config.model.image_size}: must be above 0")
+
+
+def _check_model(config: TrainConfig) -> None:
+    model = config.model
+    if model.model not in PRESETS:
+        missing = [flag(name) for name in ("depth", "hidden_size", "num_heads", "patch_size") if not getattr(model, name)]
+        if model.model != "custom":
+            raise UsageError(f"--model {model.model}: unknown{did_you_mean(model.model, [*PRESETS, 'custom'])}; "
+                             "models are DiT-{S,B,L,XL}/{2,4,8} or custom")
+        if missing:
+            raise UsageError(f"--model custom needs {', '.join(missing)} too")
+    for side in config.image_hw:
+        if config.vae != "none" and side % config.data.latent_factor:
+            raise UsageError(f"--image-size {side} is not a multiple of {config.data.latent_factor}, the VAE's factor")
+    if config.data.data == "digits" and (config.vae != "none" or config.image_hw != (DIGITS_SIZE, DIGITS_SIZE)):
+        raise UsageError(f"--data digits are {DIGITS_SIZE}x{DIGITS_SIZE} pixels without a VAE; "
+                         f"use --image-size {DIGITS_SIZE} and no --vae")
+    if config.data.data == "digits" and model.num_classes not in (0, DIGITS_CLASSES):
+        raise UsageError(f"--num-classes {model.num_classes}: --data digits has {DIGITS_CLASSES} (or 0 to train without labels)")
+    shape = config.shape
+    if any(side % shape.patch_size for side in shape.input_size):
+        raise UsageError(f"--image-size {model.image_size} gives latents of {shape.input_size[0]}x{shape.input_size[1]}, "
+                         f"which patches of {shape.patch_size} do not divide")
+    if shape.hidden_size % shape.num_heads or shape.hidden_size % 4:
+        raise UsageError(f"--hidden-size {shape.hidden_size}: must be a multiple of 4 and of --num-heads {shape.num_heads}")
+
+
+def _check_toggles(config: TrainConfig) -> None:
+    """Refuse what could not take effect, so that no toggle is silently off."""
+    memory, data, precision = config.memory, config.data, config.precision
+    depth = config.shape.depth
+    if memory.ckpt_blocks is not None and not memory.ckpt:
+        raise UsageError(f"--ckpt-blocks {memory.ckpt_blocks} has no effect without --ckpt")
+    if memory.ckpt_blocks is not None and not 1 <= memory.ckpt_blocks <= depth:
+        raise UsageError(f"--ckpt-blocks {memory.ckpt_blocks}: the model has {depth} blocks")
+    if precision.amp_dtype != "auto" and not precision.amp:
+        raise UsageError(f"--amp-dtype {precision.amp_dtype} has no effect without --amp")
+    if data.encode_chunk and not config.encodes_in_loop:
+        raise UsageError(f"--encode-chunk {data.encode_chunk} has no effect: no VAE runs in the loop with --data {data.data}")
+    if data.data in ("folder", "latents") and not data.data_path:
+        raise UsageError(f"--data {data.data} needs --data-path (or try --config configs/digits.toml, or --data synthetic)")
+    if data.data in ("digits", "synthetic") and data.data_path:
+        raise UsageError(f"--data-path {data.data_path} has no effect with --data {data.data}; did you mean --data folder?")
+    if config.trial.trial and config.trial.plan == "off":
+        raise UsageError("--trial holds a plan against a run; it cannot go with --plan off")
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """``", did you mean X?"`` for the closest known word, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f", did you mean {close[0]}?" if close else ""
