@@ -1,0 +1,49 @@
+"""The optimizer and the learning rate's schedule."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dit.config import OptimConfig
+
+
+def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW over the trainable ones of ``parameters``, its moments allocated at once.
+
+    torch would allocate them in the first step; doing it here lets a run that cannot fit fail before it starts, and gives
+    step 1 the memory of every later step.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    fused = config.optimizer == "adamw"
+    optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.999),
+                                  fused=fused and not trainable[0].is_meta, foreach=not fused or trainable[0].is_meta)
+    for group in optimizer.param_groups:
+        group.update(fused=fused, foreach=not fused)  # the meta device is only refused by the constructor's check
+    for parameter in trainable:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return optimizer
+
+
+def guarded_step(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
+    """Take the optimizer's step unless the scalar float tensor ``skip`` is 1.
+
+    The fused kernel reads ``skip`` on the device. The multi-tensor one cannot, so there the host waits for it.
+    """
+    if optimizer.param_groups[0]["fused"]:
+        optimizer.found_inf, optimizer.grad_scale = skip, None
+        optimizer.step()
+        del optimizer.found_inf, optimizer.grad_scale
+    elif skip.is_meta or not skip.item():
+        optimizer.step()
+
+
+def learning_rate(config: OptimConfig, step: int) -> float:
+    """The rate of step ``step`` (from 0): linear warm-up to ``lr``, then constant, as in the paper."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    return config.lr
