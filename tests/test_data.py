@@ -1,0 +1,178 @@
+"""Micro-batches are functions of (seed, position): whatever the split over ranks, accumulation, workers and resumes."""
+import itertools
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from dit.config import UsageError
+from dit.data import DigitsData, LoaderError, PositionDataset, SyntheticData, micro_batches, position_ranges
+
+LATENT = (4, 8, 8)
+
+
+def synthetic(**kw):
+    return PositionDataset(SyntheticData(LATENT, num_classes=10, num_samples=50), seed=1, noise_shape=LATENT, **kw)
+
+
+def joined(batches):
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+def test_shapes_and_types():
+    batch = synthetic(needs_posterior_noise=True).__getitems__(range(5))
+    assert {name: (tuple(value.shape), value.dtype) for name, value in batch.items()} == {
+        "x": ((5, *LATENT), torch.float32), "y": ((5,), torch.int64), "t": ((5,), torch.int64), "drop": ((5,), torch.bool),
+        "noise": ((5, *LATENT), torch.float32), "posterior_noise": ((5, *LATENT), torch.float32),
+    }
+    assert "posterior_noise" not in synthetic().__getitems__(range(5))
+    assert not torch.equal(batch["noise"], batch["posterior_noise"])
+
+
+def test_one_at_a_time_equals_many_at_once():
+    dataset = synthetic(needs_posterior_noise=True)
+    many = dataset.__getitems__(range(37))
+    assert_same(many, joined([dataset.__getitems__([position]) for position in range(37)]))
+    assert_same({k: v[9] for k, v in many.items()}, dataset[9])
+
+
+@pytest.mark.parametrize(("world", "accumulation", "workers"), [(1, 1, 0), (2, 1, 0), (1, 4, 1), (2, 2, 2), (4, 3, 0)])
+def test_the_global_batch_does_not_depend_on_the_split(world, accumulation, workers):
+    dataset = synthetic()
+    loaders = [micro_batches(dataset, start_step=3, global_batch=24, accumulation=accumulation, rank=rank, world_size=world,
+                             num_workers=workers) for rank in range(world)]
+    for step in (3, 4, 5):
+        batch = joined([next(loader) for _ in range(accumulation) for loader in loaders])
+        assert_same(batch, dataset.__getitems__(range(step * 24, step * 24 + 24)))
+    for loader in loaders:
+        loader.close()
+
+
+def test_position_arithmetic():
+    ranges = position_ranges(start_step=2, global_batch=8, accumulation=2, rank=1, world_size=2)
+    assert list(itertools.islice(ranges, 3)) == [range(18, 20), range(22, 24), range(26, 28)]
+
+
+def test_resume_gives_what_an_uninterrupted_run_sees():
+    dataset = synthetic()
+    straight = micro_batches(dataset, start_step=0, global_batch=6)
+    for _ in range(7):
+        next(straight)
+    resumed = micro_batches(dataset, start_step=7, global_batch=6)
+    assert_same(next(straight), next(resumed))
+
+
+def test_far_positions_open_at_once():
+    dataset = PositionDataset(SyntheticData(LATENT, num_samples=14_000_000), seed=0, noise_shape=LATENT)
+    start = time.perf_counter()
+    next(micro_batches(dataset, start_step=10_000_000, global_batch=64))
+    assert time.perf_counter() - start < 1.0
+
+
+def test_an_epoch_shows_every_sample_once():
+    batch = synthetic().__getitems__(range(50))
+    assert len(torch.unique(batch["x"].flatten(1), dim=0)) == 50
+    assert torch.bincount(batch["y"]).tolist() == [5] * 10
+
+
+def test_seed_changes_everything():
+    a = synthetic().__getitems__(range(50))
+    other = PositionDataset(SyntheticData(LATENT, num_classes=10, num_samples=50), seed=2, noise_shape=LATENT)
+    b = other.__getitems__(range(50))
+    assert all(not torch.equal(a[name], b[name]) for name in a)
+
+
+def test_digits():
+    source = DigitsData()
+    batch = PositionDataset(source, seed=0, noise_shape=(1, 8, 8)).__getitems__(range(1797))
+    assert source.num_samples == 1797 and source.num_classes == 10 and source.class_names[3] == "3"
+    assert batch["x"].min() == -1 and batch["x"].max() == 1 and batch["x"].shape == (1797, 1, 8, 8)
+    from sklearn.datasets import load_digits
+    digits = load_digits()
+    image = torch.from_numpy(digits.images[0]).float() / 8 - 1  # found unmirrored, with its own label
+    hit = (batch["x"][:, 0] == image).all(dim=(1, 2)).nonzero().flatten()
+    assert len(hit) == 1 and batch["y"][hit].item() == digits.target[0]
+
+
+def test_synthetic_is_unit_normal_and_a_function_of_the_index():
+    source = SyntheticData((4, 32, 32), num_classes=3, num_samples=1000)
+    x, y = source.read(np.arange(1000), None)
+    assert abs(x.mean()) < 0.01 and abs(x.std() - 1) < 0.01
+    again, label = source.read(np.array([123]), None)
+    assert np.array_equal(x[123], again[0]) and label[0] == y[123] == 0
+    assert SyntheticData(LATENT, num_classes=0).read(np.arange(3), None)[1].tolist() == [0, 0, 0]
+
+
+def test_labels_outside_are_refused_on_the_host():
+    with pytest.raises(UsageError, match="--num-classes 5: the data has 10 classes"):
+        PositionDataset(DigitsData(), seed=0, noise_shape=(1, 8, 8), num_classes=5)
+    source = SyntheticData(LATENT, num_classes=10, num_samples=50)
+    dataset = PositionDataset(source, seed=0, noise_shape=LATENT)
+    source.num_classes = 20  # a source that does not keep what it said
+    with pytest.raises(UsageError, match=r"labels must be in \[0, 10\)"):
+        dataset.__getitems__(range(50))
+
+
+def test_unconditional_has_one_label():
+    dataset = PositionDataset(DigitsData(), seed=0, noise_shape=(1, 8, 8), num_classes=0, class_dropout_prob=0.0)
+    batch = dataset.__getitems__(range(64))
+    assert not batch["y"].any() and not batch["drop"].any()
+
+
+class BrokenData(SyntheticData):
+    def read(self, indices, scalars, posterior_noise=None):
+        if 7 in indices:
+            raise self.error
+        return super().read(indices, scalars)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("error", "raised", "message"), [
+    (UsageError("--data-path X: bad"), UsageError, "^--data-path X: bad$"),
+    (KeyError("k"), LoaderError, r"^loader failed at positions \d+ to \d+: KeyError: 'k'$"),
+])
+def test_failures_are_one_line(workers, error, raised, message):
+    source = BrokenData(LATENT, num_classes=10, num_samples=50)
+    source.error = error
+    loader = micro_batches(PositionDataset(source, seed=0, noise_shape=LATENT), start_step=0, global_batch=10, num_workers=workers)
+    with pytest.raises(raised, match=message) as caught:
+        for _ in range(5):
+            next(loader)
+    assert "\n" not in str(caught.value)
+    loader.close()
+
+
+class DyingData(SyntheticData):
+    def read(self, indices, scalars, posterior_noise=None):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_one_line():
+    dataset = PositionDataset(DyingData(LATENT, num_samples=50), seed=0, noise_shape=LATENT)
+    loader = micro_batches(dataset, start_step=0, global_batch=10, num_workers=1)
+    with pytest.raises(LoaderError, match="a loader worker ended .*--num-workers") as caught:
+        next(loader)
+    assert "\n" not in str(caught.value)
+    loader.close()
+
+
+class ThreadCount(SyntheticData):
+    def read(self, indices, scalars, posterior_noise=None):
+        x, y = super().read(indices, scalars)
+        return x, np.full_like(y, torch.get_num_threads())
+
+
+def test_workers_have_one_thread():
+    dataset = PositionDataset(ThreadCount(LATENT, num_samples=50), seed=0, noise_shape=LATENT)
+    loader = micro_batches(dataset, start_step=0, global_batch=4, num_workers=1)
+    assert next(loader)["y"].tolist() == [1] * 4
+    loader.close()
