@@ -1,14 +1,16 @@
 """Gaussian diffusion: schedule, q(x_t | x_0), training loss, respacing, DDPM and DDIM sampling. Owns no network.
 
-A ``model`` here is any callable ``model(x, t, **model_kwargs)`` from (N, C, H, W) and (N,) timesteps of the full schedule to the
-predicted noise (N, C, H, W), or (N, 2C, H, W) with the variance's interpolation after it if the variance is learned.
+A ``model`` here is any callable ``model(x, t, **model_kwargs)`` from (N, C, H, W) and (N,) timesteps of the full
+schedule to the predicted noise (N, C, H, W), or (N, 2C, H, W) with the variance's interpolation after it if the
+variance is learned.
 
-Sources: [1] Ho et al. 2020, "Denoising Diffusion Probabilistic Models" (arXiv 2006.11239); [2] Nichol & Dhariwal 2021, "Improved
-Denoising Diffusion Probabilistic Models" (arXiv 2102.09672); [3] Song et al. 2021, "Denoising Diffusion Implicit Models"
-(arXiv 2010.02502).
+Sources: [1] Ho et al. 2020, "Denoising Diffusion Probabilistic Models" (arXiv 2006.11239); [2] Nichol & Dhariwal 2021,
+"Improved Denoising Diffusion Probabilistic Models" (arXiv 2102.09672); [3] Song et al. 2021, "Denoising Diffusion
+Implicit Models" (arXiv 2010.02502).
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -28,13 +30,13 @@ def create_diffusion(timestep_respacing: str | int | Sequence[int] | None = "", 
                      diffusion_steps: int = NUM_TIMESTEPS) -> "Diffusion":
     """A diffusion process with the official function's parameters.
 
-    ``timestep_respacing``: "" keeps every step; see :func:`space_timesteps`. ``sigma_small`` picks the smaller of the two fixed variances
-    and matters only without ``learn_sigma``. Raises UsageError for what does not exist here or cannot be.
+    ``timestep_respacing``: "" keeps every step; see :func:`space_timesteps`. ``sigma_small`` picks the smaller of the
+    two fixed variances and matters only without ``learn_sigma``. Raises UsageError for what does not exist here.
     """
     unsupported = {"use_kl": use_kl, "predict_xstart": predict_xstart, "rescale_learned_sigmas": rescale_learned_sigmas}
     for name, value in unsupported.items():
         if value:
-            raise UsageError(f"{name}=True is not supported: DiT predicts noise and trains on MSE plus the variational bound")
+            raise UsageError(f"{name}=True is not supported; DiT predicts noise and trains on MSE plus a bound")
     if noise_schedule != "linear":
         raise UsageError(f"noise_schedule {noise_schedule!r} is not supported; the schedule is 'linear'")
     variance = "learned_range" if learn_sigma else "fixed_small" if sigma_small else "fixed_large"
@@ -42,7 +44,7 @@ def create_diffusion(timestep_respacing: str | int | Sequence[int] | None = "", 
 
 
 def linear_betas(num_timesteps: int) -> np.ndarray:
-    """Variances of the forward steps, float64 (num_timesteps,): 1e-4 to 0.02 at 1000 steps ([1] section 4), scaled for others."""
+    """Variances of the forward steps, float64 (num_timesteps,): 1e-4 to 0.02 for 1000 ([1] section 4), else scaled."""
     if num_timesteps < 20:  # the last beta, 0.02 * 1000 / num_timesteps, must not exceed 1
         raise UsageError(f"diffusion_steps {num_timesteps}: the linear schedule needs at least 20")
     scale = NUM_TIMESTEPS / num_timesteps
@@ -52,8 +54,9 @@ def linear_betas(num_timesteps: int) -> np.ndarray:
 def space_timesteps(num_timesteps: int, respacing: str | int | Sequence[int] | None) -> list[int]:
     """The timesteps a respacing keeps, ascending.
 
-    ``"250"``: that many, evenly spread from the first to the last. ``"10,15,20"``: the schedule cut into as many equal sections, so many
-    steps from each. ``"ddim50"``: every k-th step from 0, for the integer k that gives exactly that many ([3]). ``""``: all.
+    ``"250"``: that many, evenly spread from the first to the last. ``"10,15,20"``: the schedule is cut into equal
+    sections, with so many steps from each. ``"ddim50"``: every k-th step from 0, for the integer k that gives exactly
+    that many ([3]). ``""``: all.
     Raises UsageError if the schedule cannot give them.
     """
     if respacing is None or respacing == "":
@@ -66,7 +69,8 @@ def space_timesteps(num_timesteps: int, respacing: str | int | Sequence[int] | N
     for index, count in enumerate(counts):
         size = num_timesteps // len(counts) + (index < num_timesteps % len(counts))
         if count > size:
-            raise UsageError(f"timestep_respacing {respacing!r}: section {index + 1} asks for {count} of its {size} steps")
+            raise UsageError(f"timestep_respacing {respacing!r}: {count} steps are asked of section {index + 1}, "
+                             f"which has {size}")
         stride = (size - 1) / (count - 1) if count > 1 else 1.0
         offset = 0.0  # summed, not multiplied: the official rounding
         for _ in range(count):
@@ -83,12 +87,14 @@ def _integer_stride(num_timesteps: int, respacing: str) -> list[int]:
     for stride in range(1, num_timesteps + 1):
         if len(range(0, num_timesteps, stride)) == int(count):
             return list(range(0, num_timesteps, stride))
-    raise UsageError(f"timestep_respacing {respacing!r}: no integer stride gives {count} of {num_timesteps} steps; use '{count}'")
+    raise UsageError(f"timestep_respacing {respacing!r}: no integer stride gives {count} of {num_timesteps} steps; "
+                     f"'{count}' spreads them unevenly")
 
 
 def _section_counts(respacing: str | int | Sequence[int]) -> list[int]:
     """Raises UsageError unless every section's number of steps is a positive integer."""
-    parts = respacing.split(",") if isinstance(respacing, str) else [respacing] if isinstance(respacing, int) else respacing
+    parts = [respacing] if isinstance(respacing, int) else respacing
+    parts = parts.split(",") if isinstance(parts, str) else parts
     try:
         counts = [int(part) for part in parts]
     except ValueError:
@@ -103,9 +109,10 @@ class Diffusion:
 
     Args:
         betas: float64 variances of the full schedule's forward steps.
-        use_timesteps: ascending timesteps to keep; the process has as many steps, and a model is always shown the full schedule's numbers.
-        variance: ``learned_range`` (interpolated between the two bounds by the model's second half, [2] Eq. 15), ``fixed_large`` (beta_t) or
-            ``fixed_small`` (the posterior's).
+        use_timesteps: ascending timesteps to keep; the process has as many steps, and a model is always shown the full
+            schedule's numbers.
+        variance: ``learned_range`` (interpolated between the two bounds by the model's second half, [2] Eq. 15),
+            ``fixed_large`` (beta_t) or ``fixed_small`` (the posterior's).
 
     The tables below are float64 arrays (num_timesteps,), as in the official code; on devices they are kept in float32.
     """
@@ -127,8 +134,9 @@ class Diffusion:
         # The first variance is 0 and its logarithm is never used for noise: the second one takes its place.
         second = self.posterior_variance[1] if self.num_timesteps > 1 else self.betas[0]
         self.posterior_log_variance_clipped = np.log(np.append(second, self.posterior_variance[1:]))
-        self.posterior_mean_coef1 = self.betas * np.sqrt(self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
-        self.posterior_mean_coef2 = (1.0 - self.alphas_cumprod_prev) * np.sqrt(1.0 - self.betas) / (1.0 - self.alphas_cumprod)
+        alphas, noise_share = 1.0 - self.betas, 1.0 - self.alphas_cumprod
+        self.posterior_mean_coef1 = self.betas * np.sqrt(self.alphas_cumprod_prev) / noise_share
+        self.posterior_mean_coef2 = (1.0 - self.alphas_cumprod_prev) * np.sqrt(alphas) / noise_share
         self._tables = self._float_tables()
         self._tables_on: dict[torch.device, dict[str, Tensor]] = {}
 
@@ -155,7 +163,7 @@ class Diffusion:
         return Diffusion(self._full_betas, space_timesteps(len(self._full_betas), timestep_respacing), self.variance)
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
-        """The tables on a device, float32, and the timestep map; copied at the first call for a device, kept afterwards."""
+        """The tables on a device, float32, and the timestep map; copied at the first call for a device, then kept."""
         if device not in self._tables_on:
             with torch.inference_mode(False):  # a table made while sampling must also serve training
                 arrays = {name: table.astype(np.float32) for name, table in self._tables.items()}
@@ -186,7 +194,7 @@ class Diffusion:
         return self._at("sqrt_alphas_cumprod", t) * x_start + self._at("sqrt_one_minus_alphas_cumprod", t) * noise
 
     def q_posterior_mean_variance(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean (N, C, H, W), variance and clipped log-variance (N, 1, 1, 1) of q(x_{t-1} | x_t, x_0) ([1] Eq. 6 and 7)."""
+        """Mean (N, C, H, W), variance and clipped log-variance (N, 1, 1, 1) of q(x_{t-1} | x_t, x_0), [1] Eq. 6, 7."""
         mean = self._at("posterior_mean_coef1", t) * x_start + self._at("posterior_mean_coef2", t) * x_t
         return mean, self._at("posterior_variance", t), self._at("posterior_log_variance_clipped", t)
 
@@ -230,8 +238,9 @@ class Diffusion:
 
     def training_losses(self, model: Model, x_start: Tensor, t: Tensor, model_kwargs: dict | None = None,
                         noise: Tensor | None = None) -> dict[str, Tensor]:
-        """Per-image losses (N,): ``mse`` of the predicted noise, and with a learned variance ``vb``, the variational bound in bits per
-        dimension; ``loss`` is their sum ([2] section 3.1). The bound trains the variance only: the mean is detached in it.
+        """Per-image losses (N,): ``mse`` of the predicted noise, and with a learned variance ``vb``, the variational
+        bound in bits per dimension; ``loss`` is their sum. The bound trains the variance only: the mean is detached in
+        it ([2] section 3.1; its weight there is 1000 steps x 0.001 = 1).
         """
         noise = torch.randn_like(x_start) if noise is None else noise
         x_t = self.q_sample(x_start, t, noise)
@@ -246,7 +255,7 @@ class Diffusion:
         return terms
 
     def _vb_bits(self, output: Tensor, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """One term of the variational bound, bits per dimension (N,): the decoder's likelihood at t = 0, else a KL ([1] Eq. 5)."""
+        """The variational bound's term at t, bits per dimension (N,): a KL, at t = 0 decoder likelihood ([1] Eq. 5)."""
         true_mean, _, true_log_variance = self.q_posterior_mean_variance(x_start, x_t, t)
         p = self._p_from_output(output, x_t, t, clip_denoised=False)
         kl = _mean_per_image(normal_kl(true_mean, true_log_variance, p["mean"], p["log_variance"])) / math.log(2.0)
@@ -262,16 +271,18 @@ class Diffusion:
         noise = torch.randn_like(x) if noise is None else noise
         p = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
         is_noisy = (t != 0).to(x.dtype).view(-1, 1, 1, 1)  # the last step adds none
-        return {"sample": p["mean"] + is_noisy * torch.exp(0.5 * p["log_variance"]) * noise, "pred_xstart": p["pred_xstart"]}
+        sample = p["mean"] + is_noisy * torch.exp(0.5 * p["log_variance"]) * noise
+        return {"sample": sample, "pred_xstart": p["pred_xstart"]}
 
     @torch.no_grad()
     def ddim_sample(self, model: Model, x: Tensor, t: Tensor, clip_denoised: bool = True, denoised_fn=None,
-                    model_kwargs: dict | None = None, eta: float = 0.0, noise: Tensor | None = None) -> dict[str, Tensor]:
-        """One DDIM step ([3] Eq. 12 and 16): ``sample`` and ``pred_xstart``. ``eta`` 0 is deterministic, 1 as noisy as DDPM."""
+                    model_kwargs: dict | None = None, eta: float = 0.0,
+                    noise: Tensor | None = None) -> dict[str, Tensor]:
+        """One DDIM step ([3] Eq. 12, 16): ``sample``, ``pred_xstart``. ``eta`` 0 is deterministic, 1 as noisy as DDPM."""
         noise = torch.randn_like(x) if noise is None else noise
         pred_xstart = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)["pred_xstart"]
         # The noise that belongs to the predicted x_0, which may have been clipped.
-        eps = ((self._at("sqrt_recip_alphas_cumprod", t) * x - pred_xstart) / self._at("sqrt_recipm1_alphas_cumprod", t))
+        eps = (self._at("sqrt_recip_alphas_cumprod", t) * x - pred_xstart) / self._at("sqrt_recipm1_alphas_cumprod", t)
         alpha, alpha_prev = self._at("alphas_cumprod", t), self._at("alphas_cumprod_prev", t)
         sigma = eta * torch.sqrt((1 - alpha_prev) / (1 - alpha)) * torch.sqrt(1 - alpha / alpha_prev)
         mean = pred_xstart * torch.sqrt(alpha_prev) + torch.sqrt(1 - alpha_prev - sigma**2) * eps
@@ -284,8 +295,8 @@ class Diffusion:
                                   noise_fn: NoiseFn | None = None) -> Iterator[dict[str, Tensor]]:
         """DDPM sampling: the result of :meth:`p_sample` after every step, from the noisiest to the last.
 
-        ``noise`` is the start, shaped ``shape``; ``noise_fn`` replaces the random numbers of the steps. Without either they come from
-        torch's generator. ``cond_fn`` (guidance by a classifier) is refused.
+        ``noise`` is the start, shaped ``shape``; ``noise_fn`` replaces the random numbers of the steps. Without them
+        both come from torch's generator. ``cond_fn`` (guidance by a classifier) is refused.
         """
         return self._loop(self.p_sample, model, shape, noise, cond_fn, device, progress, noise_fn,
                           {"clip_denoised": clip_denoised, "denoised_fn": denoised_fn, "model_kwargs": model_kwargs})
@@ -297,7 +308,8 @@ class Diffusion:
     def ddim_sample_loop_progressive(self, model: Model, shape: Sequence[int], noise: Tensor | None = None,
                                      clip_denoised: bool = True, denoised_fn=None, cond_fn=None,
                                      model_kwargs: dict | None = None, device=None, progress: bool = False,
-                                     eta: float = 0.0, *, noise_fn: NoiseFn | None = None) -> Iterator[dict[str, Tensor]]:
+                                     eta: float = 0.0, *,
+                                     noise_fn: NoiseFn | None = None) -> Iterator[dict[str, Tensor]]:
         """DDIM sampling: as :meth:`p_sample_loop_progressive`, with ``eta`` as in :meth:`ddim_sample`."""
         return self._loop(self.ddim_sample, model, shape, noise, cond_fn, device, progress, noise_fn,
                           {"clip_denoised": clip_denoised, "denoised_fn": denoised_fn, "model_kwargs": model_kwargs,
@@ -310,7 +322,7 @@ class Diffusion:
     def _loop(self, step_fn, model: Model, shape: Sequence[int], noise: Tensor | None, cond_fn, device, progress: bool,
               noise_fn: NoiseFn | None, step_kwargs: dict) -> Iterator[dict[str, Tensor]]:
         if cond_fn is not None:
-            raise UsageError("cond_fn: guidance by a classifier is not supported; use classifier-free guidance (cfg_scale)")
+            raise UsageError("cond_fn: guidance by a classifier is not supported; use cfg_scale")
         x = torch.randn(*shape, device=device or _device_of(model)) if noise is None else noise
         assert tuple(x.shape) == tuple(shape), f"noise is {tuple(x.shape)}, shape {tuple(shape)}"
         steps = range(self.num_timesteps)
@@ -356,8 +368,4 @@ def _device_of(model: Model) -> torch.device:
 
 
 def _last(outputs: Iterator[dict[str, Tensor]]) -> Tensor:
-    out = None
-    for out in outputs:
-        pass
-    assert out is not None
-    return out["sample"]
+    return deque(outputs, maxlen=1)[0]["sample"]

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from timm.layers import Attention, Mlp, PatchEmbed
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from dit.config import PRESETS, ModelShape, UsageError
@@ -46,8 +47,8 @@ class TimestepEmbedder(nn.Module):
 class LabelEmbedder(nn.Module):
     """Labels (N,) -> (N, D). The row after the last class stands for "no class".
 
-    The table has ``num_classes`` rows, plus the null row if labels are ever dropped or if there are no classes at all: an
-    unconditional model (``num_classes=0``) has just the null row.
+    The table has ``num_classes`` rows, plus the null row if labels are ever dropped or if there are no classes at all:
+    an unconditional model (``num_classes=0``) has just the null row.
     """
 
     def __init__(self, num_classes: int, hidden_size: int, dropout_prob: float):
@@ -109,8 +110,8 @@ class DiT(nn.Module):
         depth: number of blocks.
         num_heads: attention heads.
         mlp_ratio: width of the MLP over D.
-        class_dropout_prob: share of labels dropped in training when ``forward`` gets no ``force_drop_ids``. With 0 the table has no
-            null row and guidance is not possible.
+        class_dropout_prob: share of labels dropped in training when ``forward`` gets no ``force_drop_ids``. With 0 the
+            table has no null row and guidance is not possible.
         num_classes: 0 makes an unconditional model, which ignores its labels.
         learn_sigma: predict the variance too: 2C output channels instead of C.
         checkpoint_blocks: the first so many blocks recompute their activations in the backward.
@@ -132,8 +133,7 @@ class DiT(nn.Module):
         self.checkpoint_blocks = checkpoint_blocks
         self.checkpoint_context_fn = noop_context_fn
 
-        device = torch.get_default_device()
-        with torch.device("meta"):  # torch's default initialisation would be overwritten: skip its cost
+        with _SkipRandomFill():  # torch's own initialisation costs more than ours, which overwrites it
             self.x_embedder = PatchEmbed(self.input_size, patch_size, in_channels, hidden_size)
             self.t_embedder = TimestepEmbedder(hidden_size)
             self.y_embedder = LabelEmbedder(num_classes, hidden_size, class_dropout_prob)
@@ -142,7 +142,6 @@ class DiT(nn.Module):
             self.blocks = nn.ModuleList(
                 DiTBlock(hidden_size, num_heads, mlp_ratio, fused_attention) for _ in range(depth))
             self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
-        self.to_empty(device=device)
         self.initialize_weights()
 
     @property
@@ -152,8 +151,8 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """The official initialisation; the output is exactly 0. Also fills a model that was built on the meta device and
-        then given memory by ``to_empty``."""
+        """The official initialisation, with which the output is exactly 0. Also fills a model that was built on the
+        meta device and then given memory by ``to_empty``."""
         self.pos_embed.copy_(sincos_pos_embed(self.pos_embed.shape[-1], *self.x_embedder.grid_size))
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
         nn.init.zeros_(self.x_embedder.proj.bias)
@@ -183,9 +182,9 @@ class DiT(nn.Module):
         Args:
             x: (N, C, H, W) noised latents.
             t: (N,) timesteps.
-            y: (N,) int64 labels in [0, num_classes], ``num_classes`` being the null class; unused by an unconditional model.
-            force_drop_ids: (N,) bool, labels to replace by the null class. None drops at random in training mode. In a model without
-                null class no entry may be True.
+            y: (N,) int64 labels in [0, num_classes], ``num_classes`` being the null class; unused (None) without classes.
+            force_drop_ids: (N,) bool, labels to replace by the null class. None drops at random in training mode. In a
+                model without null class no entry may be True.
 
         Returns (N, C, H, W), or (N, 2C, H, W) with the variance after the noise if ``learn_sigma``.
         """
@@ -205,6 +204,18 @@ class DiT(nn.Module):
         return self.unpatchify(x)  # (N, c, H, W)
 
 
+class _SkipRandomFill(TorchFunctionMode):
+    """Modules made inside keep their memory as it is where they would fill it with random numbers."""
+
+    FILLS = frozenset({nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, Tensor.uniform_, Tensor.normal_})
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self.FILLS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def _check_sizes(input_size: tuple[int, int], patch_size: int, hidden_size: int, num_heads: int, depth: int,
                  checkpoint_blocks: int) -> None:
     if min(*input_size, patch_size, hidden_size, num_heads, depth) <= 0:
@@ -222,7 +233,7 @@ def sincos_pos_embed(hidden_size: int, height: int, width: int) -> Tensor:
     """Fixed position table (1, height*width, hidden_size) float32 of a grid of tokens, rows first, computed in float64.
 
     The first half of the channels encodes the column, the second half the row; in each half sines stand before cosines
-    (the order of the official checkpoint files). Always on the CPU, so that a default device of meta still gives numbers.
+    (the order of the official checkpoint files). On the CPU, so that it has numbers under a default device of meta.
     """
     quarter = hidden_size // 4
     exponents = torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter
