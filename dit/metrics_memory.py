@@ -1,6 +1,7 @@
 """Exact tensor bytes of a piece of work on the CPU, where no caching allocator keeps count."""
 
 import gc
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TensorPeak:
-    """Bytes of tensors on the CPU: at the end of the work, at its highest moment, and at the highest moment of each phase."""
+    """Bytes of tensors on the CPU: after the work, at its highest moment, and at the highest moment of each phase."""
 
     allocated_bytes: int
     peak_bytes: int
@@ -30,10 +31,11 @@ def profiled_phase(name: str) -> AbstractContextManager:
 def measure_tensor_peak(work: Callable[[], Result], live_bytes: int | None = None) -> tuple[Result, TensorPeak]:
     """Do ``work`` and return its result and the tensor bytes on the way, the CPU kernels' own temporaries included.
 
-    ``live_bytes`` is what tensors hold before it; by default every tensor that Python knows is counted. The work runs under torch's
-    profiler, which makes it slower. Memory that does not come from torch's CPU allocator (numpy's, shared memory of
-    loader workers) is not seen.
+    ``live_bytes`` is what tensors hold before it; by default every tensor that Python knows is counted. The work runs
+    under torch's profiler, which makes it slower. Memory that is taken inside it, but not from torch's CPU allocator
+    (numpy's, shared memory of loader workers), is not seen.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write of its start, its end and a missing GPU to stderr
     if live_bytes is None:
         live_bytes = live_tensor_bytes()
     with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profile:

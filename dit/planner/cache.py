@@ -1,0 +1,94 @@
+"""Traces on disk, readable without torch, found again by what they were made from."""
+
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from dit.planner.trace import COLUMNS, Events, Op, Recording, Trace
+
+FORMAT = 1
+_PACKAGE = Path(__file__).resolve().parents[1]
+# What a step is made of. Another helper module of dit does not change a trace.
+_SOURCES = ("codec.py", "config.py", "diffusion.py", "ema.py", "model.py", "optim.py", "step.py", "planner/emulation.py",
+            "planner/kernels.py", "planner/record.py", "planner/trace.py", "planner/tracing.py")
+
+
+def folder() -> Path:
+    """Where traces are kept: ``$DIT_CACHE``, else ``dit`` in the user's cache folder."""
+    if "DIT_CACHE" in os.environ:
+        return Path(os.environ["DIT_CACHE"])
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(base) / "dit"
+
+
+def key(request: dict[str, object]) -> str:
+    """Name of a trace: a hash of the request, the code that makes traces, and the libraries' versions."""
+    said = json.dumps([FORMAT, request, _code_hash(), [_version(name) for name in ("torch", "timm", "diffusers")]],
+                      sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _code_hash() -> str:
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        path = _PACKAGE / name
+        digest.update(name.encode() + (path.read_bytes() if path.is_file() else b""))
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def load(request: dict[str, object], accumulation: int) -> Trace | None:
+    """The trace of a request, or None where there is none or its file cannot be read."""
+    path = folder() / "traces" / f"{key(request)}.npz"
+    try:
+        with np.load(path) as data:
+            meta = json.loads(data["meta"].tobytes())
+            columns = {name: data[name] for name in COLUMNS if name != "bytes"}
+            sequence = data["op_sequence"]
+            recordings = tuple(
+                Recording(micro_batch, Events({**columns, "bytes": data[f"bytes_{index}"]}, tuple(meta["modules"])),
+                          tuple(map(_op, meta["ops"][index])), sequence)
+                for index, micro_batch in enumerate(meta["micro_batches"]))
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        return None
+    return Trace(request, recordings, accumulation)
+
+
+def _op(values: list) -> Op:
+    values[4], values[5] = tuple(map(tuple, values[4])), tuple(map(tuple, values[5]))
+    return Op(*values)
+
+
+def save(trace: Trace) -> None:
+    """Keep a trace. A cache that cannot be written is no error: the next plan takes longer."""
+    events = trace.recordings[0].events
+    meta = {"micro_batches": [r.micro_batch for r in trace.recordings], "modules": events.modules, "request": trace.request,
+            "ops": [[[getattr(op, f.name) for f in dataclasses.fields(Op)] for op in r.op_table] for r in trace.recordings]}
+    arrays = {name: column for name, column in events.columns.items() if name != "bytes"}
+    arrays |= {f"bytes_{index}": recording.events.bytes for index, recording in enumerate(trace.recordings)}
+    buffer = io.BytesIO()
+    np.savez(buffer, meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8),
+             op_sequence=trace.recordings[0].op_sequence, **arrays)
+    path = folder() / "traces" / f"{key(trace.request)}.npz"
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(buffer.getvalue())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)

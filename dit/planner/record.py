@@ -1,0 +1,215 @@
+"""Record what the real training step allocates and computes, on the meta device.
+
+:class:`Recorder` sees every operation below autograd and every storage that comes and goes. It knows nothing of this project's
+step; ``dit.planner.tracing`` drives it.
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from dit.planner.trace import CATEGORIES, COLUMNS, PHASES, Events, Op, Recording
+
+Internal = Callable[[object, tuple, dict, list[Tensor]], list[int]]
+"""(operation, args, kwargs, outputs) -> bytes of the temporaries a kernel takes inside itself and gives back."""
+
+_CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
+_PHASE = {name: index for index, name in enumerate(PHASES)}
+_OF_PHASE = {"build": "other", "data": "batch", "encode": "vae"}  # what else is allocated is temporary until it stays
+_GATHERS = {"aten.embedding", "aten.index", "aten.gather"}  # read as much as they write, not the whole table
+
+
+class Recorder(TorchDispatchMode):
+    """Events and operations of everything that runs inside the mode. Make one per run.
+
+    ``internal`` adds the temporaries of kernels; ``replaced`` gives, by operation, a stand-in for kernels that refuse meta.
+    Operations are recorded while ``records_ops`` is set.
+    """
+
+    def __init__(self, internal: Internal, replaced: dict[object, Callable]):
+        super().__init__()
+        self._internal, self._replaced = internal, replaced
+        self._rows: list[tuple[int, int, int, int, int]] = []  # tensor, signed bytes, phase, step, micro-step
+        self._categories: list[int] = []
+        self._modules: list[int] = []
+        self._alive: dict[int, tuple[int, weakref.ref]] = {}  # storage address -> tensor number, reference
+        self._undecided: set[int] = set()  # temporary now, an activation if it outlives its scope
+        self._module_names: dict[str, int] = {"": 0}
+        self._module_of_node: dict[int, int] = {}  # autograd sequence number -> module
+        self._stack: list[int] = []
+        self._paths: dict[int, int] = {}
+        self._op_index: dict[Op, int] = {}
+        self._op_sequence: list[int] = []
+        self._facts: dict[object, tuple] = {}
+        self.records_ops = False
+        self.phase, self.step, self.micro_step = "build", 0, 0
+
+    # ---- where we are ----
+
+    def name_modules(self, root: nn.Module, prefix: str = "") -> None:
+        """Give the modules under ``root`` their paths."""
+        for path, module in root.named_modules(prefix=prefix):
+            self._paths[id(module)] = self._module_names.setdefault(path, len(self._module_names))
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Follow modules as they are called, also where checkpointing leaves them by an exception."""
+        def enter(module: nn.Module, args: object) -> None:
+            self._stack.append(self._paths.get(id(module), self._stack[-1] if self._stack else 0))
+
+        def leave(module: nn.Module, args: object, output: object) -> None:
+            self._stack.pop()
+            if not self._stack and self.phase == "backward":
+                self._decide()  # what a recomputed block has left are activations again
+
+        handles = [nn.modules.module.register_module_forward_pre_hook(enter),
+                   nn.modules.module.register_module_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def in_phase(self, name: str) -> Iterator[None]:
+        """Label what happens inside as phase ``name``; every "data" after a step's first begins another micro-step."""
+        outer, self.phase = self.phase, name
+        try:
+            yield
+        finally:
+            if name == "forward":
+                self._decide()
+            self.phase = outer
+
+    def _decide(self) -> None:
+        alive = {number for number, _ in self._alive.values()}
+        for number in self._undecided & alive:
+            self._categories[number] = _CATEGORY["activations"]
+        self._undecided.clear()
+
+    # ---- memory ----
+
+    def label(self, tensors: Iterator[Tensor], category: str) -> None:
+        """Put the memory of ``tensors`` into a category, from its allocation on."""
+        for tensor in tensors:
+            entry = self._alive.get(tensor.untyped_storage()._cdata)
+            if entry is not None:
+                self._categories[entry[0]] = _CATEGORY[category]
+                self._undecided.discard(entry[0])
+
+    def _watch(self, tensor: Tensor, module: int) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._alive or tensor.device.type != "meta":
+            return
+        num_bytes = storage.nbytes()
+        if not num_bytes:
+            return
+        number = self._allocate(num_bytes, module)
+
+        def freed(_: object) -> None:
+            self._free(number, num_bytes)
+            del self._alive[address]
+
+        self._alive[address] = (number, weakref.ref(storage, freed))
+
+    def _allocate(self, num_bytes: int, module: int) -> int:
+        number = len(self._categories)
+        category = _OF_PHASE.get(self.phase, "temporaries")
+        self._categories.append(_CATEGORY[category])
+        self._modules.append(module)
+        if self.phase == "forward" or (self.phase == "backward" and self._stack):
+            self._undecided.add(number)
+        self._rows.append((number, num_bytes, _PHASE[self.phase], self.step, self.micro_step))
+        return number
+
+    def _free(self, number: int, num_bytes: int) -> None:
+        self._undecided.discard(number)
+        self._rows.append((number, -num_bytes, _PHASE[self.phase], self.step, self.micro_step))
+
+    # ---- operations ----
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        run = self._replaced.get(func, func)
+        result = run(*args, **kwargs)
+        module = self._current_module()
+        outputs = [result] if isinstance(result, Tensor) else [o for o in tree_leaves(result) if isinstance(o, Tensor)]
+        for output in outputs:
+            self._watch(output, module)
+        taken = self._internal(func, args, kwargs, outputs)
+        if taken:
+            numbers = [self._allocate(num_bytes, module) for num_bytes in taken]
+            for number, num_bytes in zip(numbers, taken, strict=True):
+                self._free(number, num_bytes)
+        if self.records_ops:
+            self._record(func, args, kwargs, result, outputs, module)
+        return result
+
+    def _current_module(self) -> int:
+        if self._stack:
+            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._stack[-1]
+            return self._stack[-1]
+        if self.phase == "backward":
+            node = torch._C._current_autograd_node()
+            return self._module_of_node.get(node._sequence_nr(), 0) if node is not None else 0
+        return 0
+
+    def _record(self, func, args, kwargs, result, outputs: list[Tensor], module: int) -> None:
+        name, is_view, flops_of = self._facts_of(func)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.device.type == "meta"]
+        outputs = [tensor for tensor in outputs if tensor.device.type == "meta"]
+        if not inputs and not outputs:
+            return
+        lists = [len(arg) for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
+        written = outputs or inputs[:max(lists, default=1)]  # _fused_adamw_ and the like return nothing
+        is_view = is_view or (name == "aten.empty" or name == "aten.empty_like" or name == "aten.empty_strided")
+        op = Op(name=name, phase=self.phase, module=self._starred(module), dtype=str((outputs or inputs)[0].dtype)[6:],
+                inputs=tuple(tuple(tensor.shape) for tensor in inputs) if not lists else (),
+                outputs=tuple(tuple(tensor.shape) for tensor in outputs) if not lists else (),
+                flops=int(flops_of(*args, **kwargs, out_val=result)) if flops_of is not None else 0,
+                bytes_read=0 if is_view else _bytes(outputs if name in _GATHERS else inputs),
+                bytes_written=0 if is_view else _bytes(written), kind="view" if is_view else "kernel",
+                step=self.step, micro_step=self.micro_step, num_tensors=max(lists, default=1),
+                recomputed=self.phase == "backward" and bool(self._stack))
+        self._op_sequence.append(self._op_index.setdefault(op, len(self._op_index)))
+
+    def _facts_of(self, func) -> tuple:
+        facts = self._facts.get(func)
+        if facts is None:
+            packet = func._overloadpacket
+            returns = func._schema.returns
+            is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+            facts = self._facts[func] = (f"{func.namespace}.{packet.__name__}", is_view, flop_registry.get(packet))
+        return facts
+
+    def _starred(self, module: int) -> str:
+        if not hasattr(self, "_stars"):
+            self._stars: dict[int, str] = {}
+        if module not in self._stars:
+            path = next(path for path, number in self._module_names.items() if number == module)
+            self._stars[module] = re.sub(r"\.\d+(?=\.|$)", ".*", path) if path.startswith("blocks.") else path
+        return self._stars[module]
+
+    def finish(self, micro_batch: int) -> Recording:
+        """What was recorded, as columns."""
+        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
+        number = rows[:, 0]
+        values = {"tensor": number, "bytes": rows[:, 1], "phase": rows[:, 2], "step": rows[:, 3], "micro_step": rows[:, 4],
+                  "category": np.array(self._categories)[number], "module": np.array(self._modules)[number]}
+        columns = {name: values[name].astype(dtype) for name, dtype in COLUMNS.items()}
+        return Recording(micro_batch, Events(columns, tuple(self._module_names)), tuple(self._op_index),
+                         np.array(self._op_sequence, dtype=np.int32))
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """Bytes behind ``tensors``; an expanded tensor counts what it holds, not what it shows."""
+    return sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors)
