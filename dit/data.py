@@ -1,12 +1,13 @@
 """The run's samples, addressed by position: micro-batches for any rank, made in the loader's workers.
 
-A position is the index of a sample in the run's endless shuffled sequence. Everything about a sample (which image, crop, flip, VAE noise,
-time step, diffusion noise, label drop) is a function of (seed, position), so the loss does not depend on the number of
-devices, the micro-batch or the step a run was resumed at, and a resume needs no generator state.
+A position is the index of a sample in the run's endless shuffled sequence. Everything about a sample (which image,
+crop, flip, VAE noise, time step, diffusion noise, label drop) is a function of (seed, position), so the loss does not
+depend on the number of devices, the micro-batch or the step a run was resumed at, and a resume needs no generator
+state.
 
 A source has `num_samples`, `num_classes` (0: unlabelled), `class_names`, `sample_shape` (C, H, W), `holds_moments` and
-`read(indices, scalars, posterior_noise) -> x (N, *sample_shape) float32, y (N,) int64`; one that can meet broken files also has
-`unreadable`, {path: reason}.
+`read(indices, scalars, posterior_noise) -> x (N, *sample_shape) float32, y (N,) int64`; one that can meet broken files
+also has `unreadable`, {path: reason}.
 """
 from __future__ import annotations
 
@@ -60,14 +61,17 @@ class DigitsData:
 
 
 class SyntheticData:
-    """Samples of any shape for measuring: unit normal, nothing decoded. Sample i is a window of one fixed pool of normals."""
+    """Samples of any shape for measuring: unit normal, nothing decoded. Sample i is a window of one fixed pool of
+    normals.
+    """
 
     holds_moments = False
     _POOL = 1 << 20
 
     def __init__(self, sample_shape: tuple[int, int, int], num_classes: int = 1000, num_samples: int = 1_281_167):
         if num_samples <= 0 or min(sample_shape) <= 0:
-            raise UsageError(f"--data synthetic: {num_samples} samples of shape {tuple(sample_shape)}; all must be positive")
+            raise UsageError(f"--data synthetic: {num_samples} samples of shape {tuple(sample_shape)}; "
+                             "all must be positive")
         self.sample_shape, self.num_classes, self.num_samples = tuple(sample_shape), num_classes, num_samples
         self.class_names = [f"class {label}" for label in range(num_classes)]
         self._size = math.prod(sample_shape)
@@ -85,9 +89,9 @@ class SyntheticData:
 class PositionDataset(Dataset):
     """Whole micro-batches by position; see the module's docstring.
 
-    `noise_shape` is the latents' shape; `needs_posterior_noise` is set where a VAE encodes on the device; a source that holds moments
-    takes that noise itself. `num_classes` is the model's: labels outside [0, num_classes) are refused here, on the host, where a
-    message can name them (0: unconditional, every label is 0).
+    `noise_shape` is the latents' shape; `needs_posterior_noise` is set where a VAE encodes on the device; a source that
+    holds moments takes that noise itself. `num_classes` is the model's: labels outside [0, num_classes) are refused
+    here, on the host, where a message can name them (0: unconditional, every label is 0).
     """
 
     def __init__(self, source, *, seed: int, noise_shape: tuple[int, int, int], num_classes: int | None = None,
@@ -98,8 +102,8 @@ class PositionDataset(Dataset):
         self.num_timesteps, self.class_dropout_prob = num_timesteps, class_dropout_prob
         self.flip, self.needs_posterior_noise = flip, needs_posterior_noise
         if self.num_classes and source.num_classes > self.num_classes:
-            raise UsageError(f"--num-classes {self.num_classes}: the data has {source.num_classes} classes, labels 0 to "
-                             f"{source.num_classes - 1}; give at least {source.num_classes}")
+            raise UsageError(f"--num-classes {self.num_classes}: the data has {source.num_classes} classes, "
+                             f"labels 0 to {source.num_classes - 1}; give at least {source.num_classes}")
         self.order = EndlessOrder(source.num_samples, seed)
 
     def __len__(self) -> int:
@@ -120,7 +124,8 @@ class PositionDataset(Dataset):
         if not self.num_classes:
             y = np.zeros_like(y)
         elif len(y) and not 0 <= y.min() <= y.max() < self.num_classes:
-            raise UsageError(f"--num-classes {self.num_classes}: the data has label {y.max() if y.max() > 0 else y.min()}; "
+            outside = y.min() if y.min() < 0 else y.max()
+            raise UsageError(f"--num-classes {self.num_classes}: the data has label {outside}; "
                              f"labels must be in [0, {self.num_classes})")
         noise = normals(self.seed, STREAM_NOISE, positions, self.noise_shape)
         batch = {"x": x, "y": y, "t": drawn.timesteps, "drop": drawn.drops, "noise": noise}
@@ -130,7 +135,9 @@ class PositionDataset(Dataset):
 
 
 def open_source(config: TrainConfig):
-    """The source that --data names. Raises UsageError where it is missing, empty or of another kind than the settings say."""
+    """The source that --data names. Raises UsageError where it is missing, empty or of another kind than the settings
+    say.
+    """
     data, num_classes = config.data, config.model.num_classes
     if data.data == "digits":
         return DigitsData()
@@ -138,18 +145,21 @@ def open_source(config: TrainConfig):
         return SyntheticData(config.latent_shape, num_classes)
     if data.data == "latents":
         return LatentData(data.data_path, config.latent_shape)
-    return FolderData(data.data_path, config.image_hw, labelled=num_classes > 0, classes_file=data.classes_file, augment=data.augment)
+    return FolderData(data.data_path, config.image_hw, labelled=num_classes > 0, classes_file=data.classes_file,
+                      augment=data.augment)
 
 
 def build_dataset(config: TrainConfig) -> PositionDataset:
     """The run's dataset. Raises UsageError as `open_source`, and where the data has more classes than --num-classes."""
     return PositionDataset(
-        open_source(config), seed=config.run.global_seed, noise_shape=config.latent_shape, num_classes=config.model.num_classes,
-        class_dropout_prob=config.shape.class_dropout_prob, flip=config.data.flip, needs_posterior_noise=config.encodes_in_loop,
+        open_source(config), seed=config.run.global_seed, noise_shape=config.latent_shape,
+        num_classes=config.model.num_classes, class_dropout_prob=config.shape.class_dropout_prob,
+        flip=config.data.flip, needs_posterior_noise=config.encodes_in_loop,
     )
 
 
-def position_ranges(*, start_step: int, global_batch: int, accumulation: int, rank: int, world_size: int) -> Iterator[range]:
+def position_ranges(*, start_step: int, global_batch: int, accumulation: int, rank: int,
+                    world_size: int) -> Iterator[range]:
     """This rank's micro-batches, endlessly from the first of `start_step`.
 
     Micro-batch a of rank r in step s holds the positions s * global_batch + (a * world_size + r) * micro + [0, micro).
@@ -193,7 +203,9 @@ def _start_worker(_worker: int) -> None:
 
 
 class MicroBatches:
-    """Endless iterator of one rank's micro-batches; `unreadable` collects {path: reason} of the files replaced so far."""
+    """Endless iterator of one rank's micro-batches; `unreadable` collects {path: reason} of the files replaced so
+    far.
+    """
 
     MAX_WARNINGS = 20
 
@@ -213,7 +225,8 @@ class MicroBatches:
             failure, batch, report = next(self._batches)
         except RuntimeError as error:  # a killed worker, or no shared memory left
             reason = str(error).splitlines()[0]
-            raise LoaderError(f"a loader worker ended ({reason}); out of host or shared memory? try a lower --num-workers") from error
+            raise LoaderError(f"a loader worker ended ({reason}); out of host or shared memory? "
+                              "try a lower --num-workers") from error
         if failure is not None:
             raise failure(batch)
         for path, reason in report.items():
@@ -234,11 +247,13 @@ class MicroBatches:
         self._batches = iter(())
 
 
-def micro_batches(dataset: PositionDataset, *, start_step: int, global_batch: int, accumulation: int = 1, rank: int = 0,
-                  world_size: int = 1, num_workers: int = 0, pin_memory: bool = False, prefetch: int = 2) -> MicroBatches:
+def micro_batches(dataset: PositionDataset, *, start_step: int, global_batch: int, accumulation: int = 1,
+                  rank: int = 0, world_size: int = 1, num_workers: int = 0, pin_memory: bool = False,
+                  prefetch: int = 2) -> MicroBatches:
     """Endless micro-batches (dicts of CPU tensors, see PositionDataset) of one rank, from `start_step` on.
 
     Raises, with one line: UsageError for a mistake in the data, LoaderError when a worker ends or fails otherwise.
     """
-    ranges = position_ranges(start_step=start_step, global_batch=global_batch, accumulation=accumulation, rank=rank, world_size=world_size)
+    ranges = position_ranges(start_step=start_step, global_batch=global_batch, accumulation=accumulation, rank=rank,
+                             world_size=world_size)
     return MicroBatches(dataset, ranges, num_workers, pin_memory, prefetch)

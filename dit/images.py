@@ -25,8 +25,8 @@ class UnreadableImage(Exception):
 def decode(path: str | bytes) -> Image.Image:
     """A file as an upright 8-bit RGB image.
 
-    Transparency is laid over white, 16-bit grey is scaled to 8, EXIF orientation is applied, CMYK and palettes are converted.
-    Raises UnreadableImage for everything that is no picture of this kind.
+    Transparency is laid over white, 16-bit grey is scaled to 8, EXIF orientation is applied, CMYK and palettes are
+    converted. Raises UnreadableImage for everything that is no picture of this kind.
     """
     try:
         with open(path, "rb") as file, Image.open(file) as image:
@@ -60,9 +60,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def crop(image: Image.Image, image_hw: tuple[int, int], mode: str, draws: np.ndarray) -> Image.Image:
     """One image at (H, W). `draws` (3,) in [0, 1) places a random crop and is unused otherwise.
 
-    "center-crop" is ADM's crop (Dhariwal and Nichol 2021, their image_datasets.py), which the DiT paper's numbers rest on: halve by box filter while
-    the image stays at least twice the target, then bicubic until it just covers the target, then cut the middle.
-    "random-crop" scales so that the target is 80 to 100 % of the shorter side and cuts anywhere. "resize" ignores the aspect ratio.
+    "center-crop" is ADM's crop (Dhariwal and Nichol 2021, their image_datasets.py), which the DiT paper's numbers rest
+    on: halve by box filter while the image stays at least twice the target, then bicubic until it just covers the
+    target, then cut the middle. "random-crop" scales so that the target is 80 to 100 % of the shorter side and cuts
+    anywhere. "resize" ignores the aspect ratio.
     """
     height, width = image_hw
     if mode == "resize":
@@ -83,18 +84,21 @@ class ImageIndex:
     """Relative paths and labels of the images of a folder, in two flat arrays instead of a list.
 
     14 M paths are half a gigabyte that forked workers share (a list of strings would be copied page by page by its
-    reference counts). Order: by class, then by path, both as Python sorts strings, so that it is the same on every file system.
+    reference counts). Order: by class, then by path, both as Python sorts strings, so that it is the same on every file
+    system.
 
-    Labels come from the class folders' sorted names, or from `classes_file`; with `labelled=False` every image below `root` belongs to
-    class 0. Raises UsageError for a missing or empty folder, a class without images, a class file that names other folders.
+    Labels come from the class folders' sorted names, or from `classes_file`; with `labelled=False` every image below
+    `root` belongs to class 0. Raises UsageError for a missing or empty folder, a class without images, a class file
+    that names other folders.
     """
 
-    def __init__(self, root: str | Path, labelled: bool = True, classes_file: str | Path | None = None, flag: str = "--data-path"):
-        self.root, self.flag = os.fspath(root), flag
+    def __init__(self, root: str | Path, labelled: bool = True, classes_file: str | Path | None = None):
+        self.root = os.fspath(root)
         if not os.path.isdir(self.root):
-            raise UsageError(f"{flag} {self.root}: not a folder; it should be a folder of images, one folder per class")
+            raise UsageError(f"--data-path {self.root}: not a folder; expected one with a folder of images per class")
         if classes_file is not None and not labelled:
-            raise UsageError(f"--classes-file {classes_file}: unconditional training (--num-classes 0) has no classes; drop one of the two")
+            raise UsageError(f"--classes-file {classes_file}: unconditional training (--num-classes 0) has no classes; "
+                             "drop one of the two")
         groups = self._class_groups(classes_file) if labelled else [("", 0)]
         self.class_names = self._names if labelled else []
         names: list[bytes] = []
@@ -103,7 +107,7 @@ class ImageIndex:
             found = list_images(os.path.join(self.root, folder) if folder else self.root)
             if not found:
                 where = f"class folder {folder!r} holds" if folder else "the folder holds"
-                raise UsageError(f"{flag} {self.root}: {where} no images ({', '.join(sorted(EXTENSIONS))}); "
+                raise UsageError(f"--data-path {self.root}: {where} no images ({', '.join(sorted(EXTENSIONS))}); "
                                  "remove it, or list the wanted classes with --classes-file")
             names += [os.fsencode(os.path.join(folder, name)) for name in found]
             labels.append(np.full(len(found), label, dtype=np.int64))
@@ -122,11 +126,12 @@ class ImageIndex:
         return os.path.join(self.root, self.relative_path(index))
 
     def _class_groups(self, classes_file) -> list[tuple[str, int]]:
-        folders = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir() and not entry.name.startswith("."))
+        with os.scandir(self.root) as entries:
+            folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
         if not folders:
             advice = "" if list_images(self.root) else "it is empty; "
-            raise UsageError(f"{self.flag} {self.root}: no class folders in it; {advice}make one folder of images per class, "
-                             "or train without classes on a flat folder with --num-classes 0")
+            raise UsageError(f"--data-path {self.root}: no class folders in it; {advice}make one folder of images per "
+                             "class, or train without classes on a flat folder with --num-classes 0")
         if classes_file is None:
             self._names = folders
             return list(zip(folders, range(len(folders))))
@@ -139,7 +144,9 @@ class ImageIndex:
 
 
 def list_images(folder: str) -> list[str]:
-    """Sorted paths, relative to `folder`, of all images below it; hidden files and folders are left out, links are followed."""
+    """Sorted paths, relative to `folder`, of all images below it; hidden files and folders are left out, links are
+    followed.
+    """
     found = []
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
@@ -153,8 +160,8 @@ def list_images(folder: str) -> list[str]:
 def read_classes_file(path: str | Path) -> tuple[list[tuple[str, int]], list[str]]:
     """Lines `folder` or `folder<TAB>class name` -> [(folder, label)], class names.
 
-    Labels number the class names in the order of first appearance; several folders may share one. Empty lines and lines that begin
-    with # are left out. Raises UsageError for a missing or empty file and for a folder named twice.
+    Labels number the class names in the order of first appearance; several folders may share one. Empty lines and lines
+    that begin with # are left out. Raises UsageError for a missing or empty file and for a folder named twice.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -177,8 +184,9 @@ def read_classes_file(path: str | Path) -> tuple[list[tuple[str, int]], list[str
 class FolderData:
     """Images of a folder as (3, H, W) float32 in [-1, 1].
 
-    A file that cannot be decoded is replaced by the next readable one in the index (usually of the same class), so a sample
-    stays a function of the folder and the position; `read` lists what it replaced in `unreadable`, {path: reason}.
+    A file that cannot be decoded is replaced by the next readable one in the index (usually of the same class), so a
+    sample stays a function of the folder and the position; `read` lists what it replaced in `unreadable`, {path:
+    reason}.
     """
 
     holds_moments = False
@@ -218,4 +226,5 @@ class FolderData:
             except UnreadableImage as error:
                 self.unreadable[path] = str(error)
                 first = first or f"{path} ({error})"
-        raise UsageError(f"--data-path {self.index.root}: {step + 1} images in a row cannot be read, the first is {first}")
+        raise UsageError(f"--data-path {self.index.root}: {step + 1} images in a row cannot be read, "
+                         f"the first is {first}")

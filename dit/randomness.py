@@ -1,8 +1,9 @@
 """Randomness as a pure function of (seed, stream, position), so that no generator state exists that could be lost.
 
 Everything is drawn with Philox4x64-10, a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy
-as 1, 2, 3"): the key is (seed, stream), the counter is position * blocks per sample. Each sample owns a fixed, equally long range of
-counters, so a run of consecutive positions is one call and a sample's numbers do not depend on what is drawn beside it.
+as 1, 2, 3"): the key is (seed, stream), the counter is position * blocks per sample. Each sample owns a fixed, equally
+long range of counters, so a run of consecutive positions is one call and a sample's numbers do not depend on what is
+drawn beside it.
 """
 from __future__ import annotations
 
@@ -63,9 +64,9 @@ def scalars(seed: int, positions: np.ndarray, num_timesteps: int, drop_prob: flo
 def normals(seed: int, stream: int, positions: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Standard normals (N, *shape) float32 of N positions, by Box and Muller (1958).
 
-    Bitwise the same however positions are grouped: every sample is padded to whole blocks of 64 floats, so a value's place
-    inside a SIMD vector, and hence the code path of log, cos and sin that makes it, is a function of its index alone.
-    The largest magnitude is sqrt(-2 ln 2^-32) = 6.66.
+    Bitwise the same however positions are grouped: every sample is padded to whole blocks of 64 floats, so a value's
+    place inside a SIMD vector, and hence the code path of log, cos and sin that makes it, is a function of its index
+    alone. The largest magnitude is sqrt(-2 ln 2^-32) = 6.66.
     """
     size = int(np.prod(shape))
     pairs = -(-size // (2 * _LANE)) * _LANE
@@ -96,9 +97,9 @@ def _box_muller(words: np.ndarray, out: np.ndarray) -> None:
 class EndlessOrder:
     """The run's endless shuffled sequence: position -> index in [0, n), every index exactly once per epoch.
 
-    Each epoch has its own pseudo-random permutation, evaluated pointwise and never stored: a Feistel network over the next
-    power of two with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Position ten million costs as much
-    as position 0, and fourteen million images cost no memory.
+    Each epoch has its own pseudo-random permutation, evaluated pointwise and never stored: a Feistel network over the
+    next power of two with cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Position ten
+    million costs as much as position 0, and fourteen million images cost no memory.
     """
 
     ROUNDS = 8

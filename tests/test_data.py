@@ -31,8 +31,9 @@ def assert_same(a, b):
 def test_shapes_and_types():
     batch = synthetic(needs_posterior_noise=True).__getitems__(range(5))
     assert {name: (tuple(value.shape), value.dtype) for name, value in batch.items()} == {
-        "x": ((5, *LATENT), torch.float32), "y": ((5,), torch.int64), "t": ((5,), torch.int64), "drop": ((5,), torch.bool),
-        "noise": ((5, *LATENT), torch.float32), "posterior_noise": ((5, *LATENT), torch.float32),
+        "x": ((5, *LATENT), torch.float32), "y": ((5,), torch.int64), "t": ((5,), torch.int64),
+        "drop": ((5,), torch.bool), "noise": ((5, *LATENT), torch.float32),
+        "posterior_noise": ((5, *LATENT), torch.float32),
     }
     assert "posterior_noise" not in synthetic().__getitems__(range(5))
     assert not torch.equal(batch["noise"], batch["posterior_noise"])
@@ -48,8 +49,8 @@ def test_one_at_a_time_equals_many_at_once():
 @pytest.mark.parametrize(("world", "accumulation", "workers"), [(1, 1, 0), (2, 1, 0), (1, 4, 1), (2, 2, 2), (4, 3, 0)])
 def test_the_global_batch_does_not_depend_on_the_split(world, accumulation, workers):
     dataset = synthetic()
-    loaders = [micro_batches(dataset, start_step=3, global_batch=24, accumulation=accumulation, rank=rank, world_size=world,
-                             num_workers=workers) for rank in range(world)]
+    loaders = [micro_batches(dataset, start_step=3, global_batch=24, accumulation=accumulation, rank=rank,
+                             world_size=world, num_workers=workers) for rank in range(world)]
     for step in (3, 4, 5):
         batch = joined([next(loader) for _ in range(accumulation) for loader in loaders])
         assert_same(batch, dataset.__getitems__(range(step * 24, step * 24 + 24)))
@@ -143,7 +144,8 @@ class BrokenData(SyntheticData):
 def test_failures_are_one_line(workers, error, raised, message):
     source = BrokenData(LATENT, num_classes=10, num_samples=50)
     source.error = error
-    loader = micro_batches(PositionDataset(source, seed=0, noise_shape=LATENT), start_step=0, global_batch=10, num_workers=workers)
+    dataset = PositionDataset(source, seed=0, noise_shape=LATENT)
+    loader = micro_batches(dataset, start_step=0, global_batch=10, num_workers=workers)
     with pytest.raises(raised, match=message) as caught:
         for _ in range(5):
             next(loader)
