@@ -188,7 +188,7 @@ def test_more_capacity_is_not_always_kinder():
 # ---- properties ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(event_lists(), CAPACITIES, st.booleans())
 def test_blocks_tile_their_segments_and_counters_add_up(events, capacity, expandable):
     allocator = CachingAllocator(capacity, expandable)
@@ -213,7 +213,7 @@ def test_blocks_tile_their_segments_and_counters_add_up(events, capacity, expand
         assert allocator.reserved_bytes <= (float("inf") if capacity is None else capacity)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(event_lists(), st.booleans())
 def test_everything_freed_is_everything_returned_and_reused(events, expandable):
     emptied = events + free_all(events)
@@ -227,7 +227,7 @@ def test_everything_freed_is_everything_returned_and_reused(events, expandable):
         assert again.peak_reserved_bytes == once.peak_reserved_bytes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(event_lists(), st.booleans(), st.integers(0, 200), st.integers(0, 200))
 def test_capacity(events, expandable, mib, more_mib):
     free = simulate(events, expandable_segments=expandable)
@@ -295,7 +295,7 @@ class SlowAllocator:
                     blocks[index - 1:index + 1] = [[blocks[index - 1][0] + blocks[index][0], None]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(event_lists(), CAPACITIES)
 def test_equals_a_slow_independent_model(events, capacity):
     slow = SlowAllocator(float("inf") if capacity is None else capacity)

@@ -1,6 +1,7 @@
 """The closed forms against the model itself, on the meta device: parameters, state dict and every operation counted."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ SHAPES = {name: ModelShape(**LATENT_256, **sizes) for name, sizes in PRESETS.ite
 XL2 = SHAPES["DiT-XL/2"]
 
 
+@functools.cache
 def meta_model(shape, **kwargs):
     with torch.device("meta"):
         return build_model(shape, **kwargs).train()
