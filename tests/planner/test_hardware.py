@@ -25,7 +25,7 @@ from dit.planner.hardware import (
 GIB = 1 << 30
 DRIVER_NAMES = {  # what torch.cuda.get_device_name() says -> the label's GB, which no driver reports in full
     "Tesla V100-SXM2-16GB": 16, "Tesla V100-SXM2-32GB": 32, "Tesla V100-PCIE-16GB": 16, "Tesla T4": 16,
-    "NVIDIA A10": 24, "NVIDIA A100-SXM4-40GB": 40, "NVIDIA A100-SXM4-80GB": 80, "NVIDIA A100-PCIE-40GB": 40, 
+    "NVIDIA A10": 24, "NVIDIA A100-SXM4-40GB": 40, "NVIDIA A100-SXM4-80GB": 80, "NVIDIA A100-PCIE-40GB": 40,
     "NVIDIA A100 80GB PCIe": 80,
     "NVIDIA GeForce RTX 3090": 24, "NVIDIA GeForce RTX 4090": 24, "NVIDIA GeForce RTX 5090": 32,
     "NVIDIA RTX 6000 Ada Generation": 48, "NVIDIA L4": 24, "NVIDIA L40S": 48, "NVIDIA H100 80GB HBM3": 80,
