@@ -184,7 +184,7 @@ class Diffusion:
         if output.shape[1] != channels:
             raise UsageError(f"the model gives {output.shape[1]} channels for {x.shape[1]}, but learn_sigma="
                              f"{self.variance == 'learned_range'} needs {channels}")
-        return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+        return upcast_half(output)
 
     # ---- the forward process and its posterior ----
 
@@ -278,7 +278,7 @@ class Diffusion:
     def ddim_sample(self, model: Model, x: Tensor, t: Tensor, clip_denoised: bool = True, denoised_fn=None,
                     model_kwargs: dict | None = None, eta: float = 0.0,
                     noise: Tensor | None = None) -> dict[str, Tensor]:
-        """One DDIM step ([3] Eq. 12, 16): ``sample``, ``pred_xstart``. ``eta`` 0 is deterministic, 1 as noisy as DDPM."""
+        """One DDIM step ([3] Eq. 12, 16): ``sample``, ``pred_xstart``. ``eta``: 0 deterministic, 1 as noisy as DDPM."""
         noise = torch.randn_like(x) if noise is None else noise
         pred_xstart = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)["pred_xstart"]
         # The noise that belongs to the predicted x_0, which may have been clipped.
@@ -335,6 +335,11 @@ class Diffusion:
             out = step_fn(model, x, t, noise=fresh, **step_kwargs)
             yield out
             x = out["sample"]
+
+
+def upcast_half(x: Tensor) -> Tensor:
+    """Half precision to float32, other types as they are: losses and samples are never computed in half precision."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance2: Tensor) -> Tensor:
