@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +38,7 @@ SD_VAE_CONFIG: dict[str, Any] = {
     "up_block_types": ["UpDecoderBlock2D"] * 4, "sample_size": 256, "scaling_factor": 0.18215,
 }
 _RENAMED = ((".query.", ".to_q."), (".key.", ".to_k."), (".value.", ".to_v."), (".proj_attn.", ".to_out.0."))
-_LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
+LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,24 @@ class CodecSpec:
             raise UsageError(f"--image-size {image_hw[0]}x{image_hw[1]}: each side must be a multiple of "
                              f"{self.factor}, the factor of --vae {self.name}")
         return self.latent_channels, image_hw[0] // self.factor, image_hw[1] // self.factor
+
+    def latents(self, moments, posterior_noise=None):
+        """Moments (N, 2C, h, w) -> latents (N, C, h, w), of tensors or arrays; the mean without ``posterior_noise``."""
+        mean, logvar = moments[:, :self.latent_channels], moments[:, self.latent_channels:]
+        if posterior_noise is None:
+            z = mean
+        else:
+            exp = np.exp if isinstance(moments, np.ndarray) else torch.exp
+            z = mean + exp(0.5 * logvar.clip(*LOGVAR_RANGE)) * posterior_noise
+        return (z - self.per_channel(self.shift, z)) * self.per_channel(self.scale, z)
+
+    def per_channel(self, values: tuple[float, ...], like):
+        """``scale`` or ``shift`` as something that broadcasts over ``like``."""
+        if len(values) == 1:
+            return values[0]
+        if isinstance(like, np.ndarray):
+            return np.array(values, dtype=like.dtype).reshape(-1, 1, 1)
+        return like.new_tensor(values).view(-1, 1, 1)
 
 
 def codec_spec(vae: str, image_channels: int = 3) -> CodecSpec:
@@ -95,11 +114,6 @@ def spec_from_config(name: str, config: Mapping[str, Any]) -> CodecSpec:
     return CodecSpec(name, channels, 2 ** (len(config.get("block_out_channels", (64,))) - 1), scales, shifts, arguments)
 
 
-def sample_posterior(mean, logvar, noise, exp):
-    """z = mean + std * noise, of tensors (``exp=torch.exp``) or arrays (``exp=np.exp``)."""
-    return mean + exp(0.5 * logvar.clip(*_LOGVAR_RANGE)) * noise
-
-
 class Codec:
     """Encoder and decoder of one spec. ``vae`` is the AutoencoderKL, None for the identity.
 
@@ -123,20 +137,15 @@ class Codec:
         """
         if self.vae is None:
             return x
-        return self.latents(self.encode_moments(x), posterior_noise)
-
-    def latents(self, moments: Tensor, posterior_noise: Tensor | None = None) -> Tensor:
-        """Moments (N, 2C, h, w) -> latents (N, C, h, w)."""
-        mean, logvar = moments.chunk(2, dim=1)
-        z = mean if posterior_noise is None else sample_posterior(mean, logvar, posterior_noise, torch.exp)
-        return (z - self._per_channel(self.spec.shift, z)) * self._per_channel(self.spec.scale, z)
+        return self.spec.latents(self.encode_moments(x), posterior_noise)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (N, C, h, w) -> pixels (N, 3, H, W) float32, clamped to [-1, 1]."""
         if self.vae is None:
             return latents.float().clamp(-1, 1)
-        z = latents.float() / self._per_channel(self.spec.scale, latents) + self._per_channel(self.spec.shift, latents)
+        latents = latents.float()
+        z = latents / self.spec.per_channel(self.spec.scale, latents) + self.spec.per_channel(self.spec.shift, latents)
         with self._no_autocast(z):
             pixels = [self.vae.decode(self._as_input(part), return_dict=False)[0].float() for part in self._parts(z)]
         return torch.cat(pixels).clamp(-1, 1)
@@ -155,10 +164,6 @@ class Codec:
     @staticmethod
     def _no_autocast(x: Tensor):
         return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)
-
-    @staticmethod
-    def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor | float:
-        return values[0] if len(values) == 1 else like.new_tensor(values).view(-1, 1, 1)
 
 
 def build_codec(vae: str | CodecSpec, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
