@@ -121,8 +121,8 @@ class Diffusion:
         assert variance in ("learned_range", "fixed_large", "fixed_small")
         self._full_betas, self.variance = betas, variance
         self.timestep_map = np.asarray(use_timesteps, dtype=np.int64)
-        self.num_timesteps = len(use_timesteps)
-        self._is_respaced = self.num_timesteps != len(betas)
+        self.num_timesteps, self.num_full_timesteps = len(use_timesteps), len(betas)
+        self._is_respaced = self.num_timesteps != self.num_full_timesteps
 
         # Betas that give the kept steps the alphas_cumprod of the full schedule.
         kept = np.cumprod(1.0 - betas)[self.timestep_map]
@@ -160,7 +160,7 @@ class Diffusion:
 
     def respaced(self, timestep_respacing: str | int | Sequence[int] | None) -> "Diffusion":
         """The same process over other steps of the full schedule."""
-        return Diffusion(self._full_betas, space_timesteps(len(self._full_betas), timestep_respacing), self.variance)
+        return Diffusion(self._full_betas, space_timesteps(self.num_full_timesteps, timestep_respacing), self.variance)
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
         """The tables on a device, float32, and the timestep map; copied at the first call for a device, then kept."""

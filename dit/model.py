@@ -182,7 +182,7 @@ class DiT(nn.Module):
         Args:
             x: (N, C, H, W) noised latents.
             t: (N,) timesteps.
-            y: (N,) int64 labels in [0, num_classes], ``num_classes`` being the null class; unused (None) without classes.
+            y: (N,) int64 labels in [0, num_classes], ``num_classes`` being the null class; unused without classes.
             force_drop_ids: (N,) bool, labels to replace by the null class. None drops at random in training mode. In a
                 model without null class no entry may be True.
 
