@@ -1,7 +1,7 @@
 """Every setting of a run: typed, documented with unit and default, validated here and nowhere else.
 
-A :class:`TrainConfig` is a tree of frozen dataclasses. It is read from a TOML file (one table per section), overridden by
-flags, and saved resolved as ``config.json``. This module needs neither torch nor a GPU.
+A :class:`TrainConfig` is a tree of frozen dataclasses. It is read from a TOML file (one table per section), overridden
+by flags, and saved resolved as ``config.json``. This module needs neither torch nor a GPU.
 """
 
 import dataclasses
@@ -205,7 +205,11 @@ class TrialConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a diffusion transformer. One process: python train.py ...; many: torchrun --nproc_per_node=8 train.py ..."""
+    """Train a diffusion transformer.
+
+    One process: python train.py ...; many: torchrun --nproc_per_node=8 train.py ... A file of settings goes first:
+    --config FILE (see configs/), and flags override it. With --run-dir DIR the same command continues what is in DIR.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -338,7 +342,8 @@ def _check_numbers(config: TrainConfig) -> None:
 def _check_model(config: TrainConfig) -> None:
     model = config.model
     if model.model not in PRESETS:
-        missing = [flag(name) for name in ("depth", "hidden_size", "num_heads", "patch_size") if not getattr(model, name)]
+        sizes = ("depth", "hidden_size", "num_heads", "patch_size")
+        missing = [flag(name) for name in sizes if not getattr(model, name)]
         if model.model != "custom":
             raise UsageError(f"--model {model.model}: unknown{did_you_mean(model.model, [*PRESETS, 'custom'])}; "
                              "models are DiT-{S,B,L,XL}/{2,4,8} or custom")
@@ -351,13 +356,15 @@ def _check_model(config: TrainConfig) -> None:
         raise UsageError(f"--data digits are {DIGITS_SIZE}x{DIGITS_SIZE} pixels without a VAE; "
                          f"use --image-size {DIGITS_SIZE} and no --vae")
     if config.data.data == "digits" and model.num_classes not in (0, DIGITS_CLASSES):
-        raise UsageError(f"--num-classes {model.num_classes}: --data digits has {DIGITS_CLASSES} (or 0 to train without labels)")
+        raise UsageError(f"--num-classes {model.num_classes}: --data digits has {DIGITS_CLASSES}, or 0 without labels")
     shape = config.shape
     if any(side % shape.patch_size for side in shape.input_size):
-        raise UsageError(f"--image-size {model.image_size} gives latents of {shape.input_size[0]}x{shape.input_size[1]}, "
-                         f"which patches of {shape.patch_size} do not divide")
+        height, width = shape.input_size
+        raise UsageError(f"--image-size {model.image_size} gives the model {height}x{width}, which patches of "
+                         f"{shape.patch_size} do not divide")
     if shape.hidden_size % shape.num_heads or shape.hidden_size % 4:
-        raise UsageError(f"--hidden-size {shape.hidden_size}: must be a multiple of 4 and of --num-heads {shape.num_heads}")
+        raise UsageError(f"--hidden-size {shape.hidden_size}: must be a multiple of 4 and of --num-heads "
+                         f"{shape.num_heads}")
 
 
 def _check_toggles(config: TrainConfig) -> None:
@@ -371,11 +378,11 @@ def _check_toggles(config: TrainConfig) -> None:
     if precision.amp_dtype != "auto" and not precision.amp:
         raise UsageError(f"--amp-dtype {precision.amp_dtype} has no effect without --amp")
     if data.encode_chunk and not config.encodes_in_loop:
-        raise UsageError(f"--encode-chunk {data.encode_chunk} has no effect: no VAE runs in the loop with --data {data.data}")
+        raise UsageError(f"--encode-chunk {data.encode_chunk} has no effect: no VAE runs in the loop here")
     if data.data in ("folder", "latents") and not data.data_path:
-        raise UsageError(f"--data {data.data} needs --data-path (or try --config configs/digits.toml, or --data synthetic)")
+        raise UsageError(f"--data {data.data} needs --data-path (or try --config configs/digits.toml)")
     if data.data in ("digits", "synthetic") and data.data_path:
-        raise UsageError(f"--data-path {data.data_path} has no effect with --data {data.data}; did you mean --data folder?")
+        raise UsageError(f"--data-path {data.data_path} has no effect with --data {data.data}; use --data folder")
     if config.trial.trial and config.trial.plan == "off":
         raise UsageError("--trial holds a plan against a run; it cannot go with --plan off")
 

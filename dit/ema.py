@@ -13,7 +13,7 @@ def warmed_up_decay(decay: float, step: int) -> float:
 
 
 class Ema:
-    """Averages of a model's trainable parameters, fp32, on the parameters' device. Frozen parameters have no average."""
+    """Averages of a model's trainable parameters, fp32, on the parameters' device. Frozen ones have no average."""
 
     def __init__(self, model: nn.Module):
         self._sources = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

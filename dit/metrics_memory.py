@@ -1,9 +1,9 @@
-"""Exact tensor bytes of a piece of work on the CPU, where no caching allocator keeps count."""
+"""Bytes of a step: read from the caching allocator on a GPU, counted exactly on a CPU, where nobody keeps count."""
 
 import gc
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,6 +12,67 @@ from torch import Tensor
 
 _PREFIX = "phase:"
 Result = TypeVar("Result")
+Phase = Callable[[str], AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one step. None is "not measured"."""
+
+    allocated: int | None = None
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+    device_used: int | None = None
+
+
+class MemoryWatch:
+    """Measures the memory of whole steps, phase by phase. ``peak_by_phase`` keeps the largest figure of each phase."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._seen: dict[str, int] = {}
+        self.peak_by_phase: dict[str, int] = {}
+
+    def run(self, step: Callable[[Phase], Result]) -> tuple[Result, Memory]:
+        """Run ``step`` with the phase observer it is to use. On a CPU this slows it; on a GPU nothing waits."""
+        if self._device.type == "cuda":
+            self._seen = {}
+            result = step(self._gpu_phase)
+            now = read_memory(self._device)
+            memory = Memory(now.allocated, max(self._seen.values()), now.peak_reserved, device_used_bytes(self._device))
+        else:
+            result, peak = measure_tensor_peak(lambda: step(profiled_phase))
+            self._seen = peak.by_phase
+            memory = Memory(peak.allocated_bytes, peak.peak_bytes, None, device_used_bytes(self._device))
+        for name, peak_bytes in self._seen.items():
+            self.peak_by_phase[name] = max(peak_bytes, self.peak_by_phase.get(name, 0))
+        return result, memory
+
+    @contextmanager
+    def _gpu_phase(self, name: str) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        self._seen[name] = max(torch.cuda.max_memory_allocated(self._device), self._seen.get(name, 0))
+
+
+def read_memory(device: torch.device) -> Memory:
+    """The caching allocator's counters, which the host keeps, so that reading waits for nothing; a CPU has none."""
+    if device.type != "cuda":
+        return Memory(device_used=device_used_bytes(device))
+    return Memory(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device),
+                  torch.cuda.max_memory_reserved(device))
+
+
+def device_used_bytes(device: torch.device) -> int | None:
+    """What the driver reports as used on the GPU; this process's resident size on a CPU; None if neither is known."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True)

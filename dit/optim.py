@@ -11,8 +11,8 @@ from dit.config import OptimConfig
 def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """AdamW over the trainable ones of ``parameters``, its moments allocated at once.
 
-    torch would allocate them in the first step; doing it here lets a run that cannot fit fail before it starts, and gives
-    step 1 the memory of every later step.
+    torch would allocate them in the first step; doing it here lets a run that cannot fit fail before it starts, and
+    gives step 1 the memory of every later step.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     fused = config.optimizer == "adamw"

@@ -1,4 +1,4 @@
-"""What fp32, TF32, bf16 and fp16 mean here: autocast of the model's forward, loss scaling, and which device can do what."""
+"""What fp32, TF32, bf16 and fp16 mean here: autocast of the model's forward, loss scaling, what a device can do."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def resolve(config: TrainConfig, device: torch.device) -> Precision:
 
 
 def choose_amp_dtype(asked: str, has_bf16: bool, device_name: str) -> str:
-    """"bf16" or "fp16" for ``--amp-dtype`` on a device that has bf16 or not. Raises UsageError for bf16 where it is missing."""
+    """"bf16" or "fp16" for ``--amp-dtype`` on a device with or without bf16. Raises UsageError for bf16 without."""
     if asked == "bf16" and not has_bf16:
         raise UsageError(f"--amp-dtype bf16: {device_name} has no bf16; use --amp-dtype fp16 (or auto)")
     if asked == "auto":
@@ -67,7 +67,7 @@ def supports_bf16(device: torch.device) -> bool:
 
 
 def _choose_attention(asked: str, device: torch.device) -> None:
-    """Leave only the asked attention kernel switched on. Global, so that it also holds where the backward recomputes."""
+    """Leave only the asked attention kernel switched on; globally, so that it also holds where backward recomputes."""
     if device.type != "cuda" and asked in ("efficient", "cudnn"):
         raise UsageError(f"--attention {asked} needs a GPU; {device} has auto, flash and math")
     kernels = torch.backends.cuda

@@ -29,7 +29,7 @@ def no_phase(name: str) -> AbstractContextManager:
 
 @dataclass
 class StepParts:
-    """What a step works on. ``network`` is ``model``, or its DDP or compiled wrapping; names of weights come from ``model``."""
+    """What a step works on. ``network`` is ``model`` or its DDP or compiled wrapping; names are ``model``'s."""
 
     model: nn.Module
     network: nn.Module
@@ -47,12 +47,13 @@ class StepResult:
     """Scalars of one step, fp32 tensors on the device, so that reading them is the caller's choice of moment.
 
     ``loss`` is this process's mean over its images; ``grad_norm`` is of the whole batch's gradient, before clipping;
-    ``skipped`` is 1 where that norm was not finite and nothing was changed.
+    ``skipped`` is 1 where that norm was not finite and nothing was changed; ``loss_scale`` is the scaler's factor.
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
+    loss_scale: Tensor
 
 
 def build_parts(config: TrainConfig, device: torch.device, codec: Codec, precision: Precision,
@@ -76,6 +77,7 @@ def train_step(parts: StepParts, micro_batches: Iterator[dict[str, Tensor]], acc
     Nothing here waits for the device, except the multi-tensor optimizer (see ``guarded_step``).
     """
     loss_sum = torch.zeros((), device=parts.device)
+    loss_scale = parts.precision.scaler.scale(torch.ones((), device=parts.device))
     for index in range(accumulation):
         with phase("data"):
             batch = {name: tensor.to(parts.device, non_blocking=True) for name, tensor in next(micro_batches).items()}
@@ -92,7 +94,7 @@ def train_step(parts: StepParts, micro_batches: Iterator[dict[str, Tensor]], acc
     with phase("ema"):
         if parts.ema is not None:
             parts.ema.update(ema_decay, skipped)
-    return StepResult(loss_sum, grad_norm, skipped)
+    return StepResult(loss_sum, grad_norm, skipped, loss_scale)
 
 
 def _loss(parts: StepParts, latents: Tensor, batch: dict[str, Tensor]) -> Tensor:

@@ -1,0 +1,162 @@
+"""A run is a folder that explains itself: its name, its settings, its environment, its lock."""
+
+import fcntl
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from dit.config import SECTION_OF, RunConfig, TrainConfig, UsageError, flag
+from dit.config_files import from_tree
+from dit.parallel import Ranks
+
+FIXED_AT_RESUME = ("model", "image_size", "num_classes", "depth", "hidden_size", "num_heads", "patch_size",
+                   "class_dropout_prob", "learn_sigma", "data", "data_path", "vae", "classes_file", "augment", "flip",
+                   "global_seed", "global_batch_size", "ema", "optimizer")
+"""Settings that a run keeps for its whole life: another value would make it another run."""
+_PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "numpy", "safetensors")
+
+
+class RunFolder:
+    """The folder of one run: config.json, environment.json, plan.json, metrics.jsonl, checkpoints/, samples/."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.samples = path / "samples"
+        self.metrics = path / "metrics.jsonl"
+        self.plan = path / "plan.json"
+
+    def lock(self) -> None:
+        """Keep a second job out of this folder. The lock ends with the process, however it ends. Raises UsageError."""
+        self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - held until the process ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "another process"
+            raise UsageError(f"--run-dir {self.path}: in use by {holder}; stop it, or choose another folder") from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {platform.node()}")
+        self._lock.flush()
+
+    def write_json(self, name: str, content: object) -> None:
+        """Write a JSON file whole or not at all."""
+        path = self.path / name
+        temporary = path.with_name(f".{name}.{os.getpid()}")
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, path)
+
+    def saved_config(self) -> TrainConfig | None:
+        """The settings this run was started with, or None for a new folder."""
+        path = self.path / "config.json"
+        if not path.exists():
+            return None
+        try:
+            return from_tree(json.loads(path.read_text()), TrainConfig(), str(path))
+        except ValueError as error:
+            raise UsageError(f"{path}: not readable ({error})") from None
+
+
+class Log:
+    """Prints a line, and keeps it with its time in log.txt."""
+
+    def __init__(self, folder: RunFolder):
+        self._path = folder.path / "log.txt"
+
+    def __call__(self, line: str) -> None:
+        print(line, flush=True)
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {line}\n")
+
+
+def open_run(config: TrainConfig, ranks: Ranks) -> RunFolder:
+    """Make the run's folder, or take up the existing one of ``--run-dir``; the main rank locks it.
+
+    Raises UsageError on every rank if it cannot be written, is in use, or holds a run with other settings.
+    """
+    folder = None
+
+    def take() -> Path:
+        nonlocal folder
+        folder = RunFolder(_make_folder(config.run, config.model_name))
+        folder.lock()
+        if (saved := folder.saved_config()) is not None:
+            check_resumable(config, saved, folder.path)
+        return folder.path
+
+    path = ranks.on_main(take)
+    return folder or RunFolder(path)
+
+
+def _make_folder(run: RunConfig, model_name: str) -> Path:
+    path = Path(run.run_dir) if run.run_dir else _next_name(Path(run.results_dir), model_name)
+    what = f"--run-dir {path}" if run.run_dir else f"--results-dir {run.results_dir}"
+    try:
+        for folder in (path, path / "checkpoints", path / "samples"):
+            folder.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"{what}: cannot be written ({error.strerror})") from None
+    return path
+
+
+def _next_name(results: Path, model_name: str) -> Path:
+    numbers = [int(match[1]) for path in (results.iterdir() if results.is_dir() else ())
+               if (match := re.match(r"^(\d{3,})-", path.name))]
+    return results / f"{max(numbers, default=-1) + 1:03d}-{model_name}"
+
+
+def check_resumable(config: TrainConfig, saved: TrainConfig, run_dir: Path) -> None:
+    """Raise UsageError, both values side by side, if a run would be continued as another run."""
+    differing = []
+    for name in FIXED_AT_RESUME:
+        was, now = (getattr(getattr(each, SECTION_OF[name]), name) for each in (saved, config))
+        if was != now:
+            differing.append(f"{flag(name)} was {was}, now {now}")
+    if differing:
+        raise UsageError(f"--run-dir {run_dir} holds another run: {'; '.join(differing)}. "
+                         "Give the same settings, or another folder")
+
+
+def environment(device: torch.device, world_size: int) -> dict[str, object]:
+    """Versions, device, driver, revision and command: what a result needs beside it to mean something."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(sys.argv),
+            "python": platform.python_version(), "platform": platform.platform(), "versions": versions,
+            "device": device_name(device), "num_devices": world_size, "cpu_threads": torch.get_num_threads(),
+            "cuda": torch.version.cuda if device.type == "cuda" else None, "git_revision": _git_revision()}
+
+
+def device_name(device: torch.device) -> str:
+    """The name the driver reports, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git_revision() -> str | None:
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, timeout=10,
+                              capture_output=True, text=True)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
