@@ -126,8 +126,8 @@ def _scope(plan: dict, result: dict) -> list[str]:
         f"{calibration['kind']} constants: {calibration['source']}.",
         f"The whole run of {result['full_run']['steps']:,} steps at this speed: {whole}"
         + (f", {cost:,.0f} in money." if cost is not None else "."),
-        f"{result['steps']} steps show memory and speed. They do not show the quality the run will reach: the loss "
-        "starts near 1 (the model's first output is zero) and falls most in the first few hundred steps, whatever follows.",
+        f"{result['steps']} steps show memory and speed, not the quality the run will reach: the loss starts near 1 "
+        "(the model's first output is zero) and falls most in the first few hundred steps, whatever follows.",
         "Figures that the device does not report are given as not measured and judge nothing.",
         *plan["notes"],
     ]
