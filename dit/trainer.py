@@ -21,6 +21,7 @@ from dit.metrics_memory import MemoryWatch
 from dit.optim import learning_rate
 from dit.parallel import Ranks, StopVote, wrap_ddp
 from dit.precision import resolve
+from dit.preview import Preview
 from dit.run_folder import RunFolder, device_name, environment
 from dit.step import StepParts, build_parts, train_step
 
@@ -106,6 +107,7 @@ def train(config: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFac
                            num_workers=config.data.num_workers, pin_memory=ranks.device.type == "cuda")
     batches, vote, watch, bad_steps = TimedBatches(loader), StopVote(ranks), MemoryWatch(ranks.device), 0
     sinks = _sinks(config, folder, ranks, say, step, total)
+    preview = Preview(config, folder, parts) if config.run.sample_every and ranks.is_main else None
     leaving = step >= total
     with Interruption() as interruption:
         meter.resume()
@@ -117,6 +119,9 @@ def train(config: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFac
                 bad_steps = _count_bad(records, bad_steps)
             if step > first and (leaving or step % config.run.ckpt_every == 0):
                 _save(config, folder, ranks, parts, step, say)
+                meter.resume()
+            if preview is not None and step > first and step % config.run.sample_every == 0:
+                say(f"samples: {preview(step)}")
                 meter.resume()
             if bad_steps >= config.optim.max_bad_steps:
                 raise Diverged(_diagnosis(step, bad_steps, folder))
