@@ -165,10 +165,9 @@ class Diffusion:
     def tables(self, device: torch.device) -> dict[str, Tensor]:
         """The tables on a device, float32, and the timestep map; copied at the first call for a device, then kept."""
         if device not in self._tables_on:
-            with torch.inference_mode(False):  # a table made while sampling must also serve training
-                arrays = {name: table.astype(np.float32) for name, table in self._tables.items()}
-                arrays["timestep_map"] = self.timestep_map
-                self._tables_on[device] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+            arrays = {name: table.astype(np.float32) for name, table in self._tables.items()}
+            arrays["timestep_map"] = self.timestep_map
+            self._tables_on[device] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         return self._tables_on[device]
 
     def _at(self, name: str, t: Tensor) -> Tensor:
@@ -286,8 +285,7 @@ class Diffusion:
         alpha, alpha_prev = self._at("alphas_cumprod", t), self._at("alphas_cumprod_prev", t)
         sigma = eta * torch.sqrt((1 - alpha_prev) / (1 - alpha)) * torch.sqrt(1 - alpha / alpha_prev)
         mean = pred_xstart * torch.sqrt(alpha_prev) + torch.sqrt(1 - alpha_prev - sigma**2) * eps
-        is_noisy = (t != 0).to(x.dtype).view(-1, 1, 1, 1)
-        return {"sample": mean + is_noisy * sigma * noise, "pred_xstart": pred_xstart}
+        return {"sample": mean + sigma * noise, "pred_xstart": pred_xstart}  # alpha_prev 1 makes the last sigma 0
 
     def p_sample_loop_progressive(self, model: Model, shape: Sequence[int], noise: Tensor | None = None,
                                   clip_denoised: bool = True, denoised_fn=None, cond_fn=None,
