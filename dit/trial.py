@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dit import planner
 from dit.config import TrainConfig, UsageError, replace
 from dit.metrics import DeviceFacts, read_metrics
 from dit.parallel import Ranks
-from dit.planner import compare, flops, hardware, plan
+from dit.planner import compare, flops, hardware
 from dit.precision import resolve
 from dit.run_folder import RunFolder, device_name
 from dit.trainer import Outcome, train
@@ -35,7 +36,7 @@ def freeze_plan(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> FrozenP
     """Write the plan of this run once, or read the one it was started with."""
     if not folder.plan.exists():
         whole = replace(config, trial=False)
-        folder.write_json("plan.json", plan(whole, present_device(ranks), ranks.world_size).to_dict())
+        folder.write_json("plan.json", planner.plan(whole, present_device(ranks), ranks.world_size).to_dict())
     text = folder.plan.read_bytes()
     try:
         return FrozenPlan(json.loads(text), hashlib.sha256(text).hexdigest())
