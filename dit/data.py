@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -144,7 +145,7 @@ def open_source(config: TrainConfig):
     if data.data == "synthetic":
         return SyntheticData(config.latent_shape, num_classes)
     if data.data == "latents":
-        return LatentData(data.data_path, config.latent_shape)
+        return LatentData(data.data_path, config.image_hw, vae=data.vae, num_classes=num_classes)
     return FolderData(data.data_path, config.image_hw, labelled=num_classes > 0, classes_file=data.classes_file,
                       augment=data.augment)
 
@@ -200,6 +201,10 @@ def _as_is(value):
 
 def _start_worker(_worker: int) -> None:
     torch.set_num_threads(1)  # workers are the parallelism; more threads each would only compete
+    # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The trainer needs its workers to finish the step
+    # and save; it ends them itself, and a second SIGTERM, as multiprocessing's exit sends one, is obeyed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 class MicroBatches:

@@ -1,6 +1,7 @@
 """Folders of photographs: a compact index, decoding, cropping, and what happens with files that cannot be read."""
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from pathlib import Path
@@ -80,6 +81,14 @@ def crop(image: Image.Image, image_hw: tuple[int, int], mode: str, draws: np.nda
     return image.crop((int(left), int(top), int(left) + width, int(top) + height))
 
 
+def to_unit_range(pixels: np.ndarray) -> np.ndarray:
+    """uint8 (N, H, W, 3) -> float32 (N, 3, H, W) in [-1, 1]."""
+    x = pixels.transpose(0, 3, 1, 2).astype(np.float32, order="C")
+    x *= np.float32(1.0 / 127.5)
+    x -= np.float32(1.0)
+    return x
+
+
 class ImageIndex:
     """Relative paths and labels of the images of a folder, in two flat arrays instead of a list.
 
@@ -117,6 +126,13 @@ class ImageIndex:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def sha256(self) -> str:
+        """Hash of all paths and labels, in order."""
+        digest = hashlib.sha256()
+        for array in (self._blob, self._ends, self.labels):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
 
     def relative_path(self, index: int) -> str:
         start = self._ends[index - 1] if index else 0
@@ -211,10 +227,7 @@ class FolderData:
             pixels[row] = np.asarray(crop(image, self.image_hw, self.augment, scalars.crops[row]))
             labels[row] = self.index.labels[index]
         pixels[scalars.flips] = pixels[scalars.flips, :, ::-1]
-        x = pixels.transpose(0, 3, 1, 2).astype(np.float32, order="C")
-        x *= np.float32(1.0 / 127.5)
-        x -= np.float32(1.0)
-        return x, labels
+        return to_unit_range(pixels), labels
 
     def _first_readable(self, index: int) -> tuple[Image.Image, int]:
         first = None

@@ -11,7 +11,8 @@ from dit.codec import SD_VAE_CONFIG, Codec, build_codec, codec_spec, spec_from_c
 from dit.config import UsageError
 
 TINY = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": [8, 16], "norm_num_groups": 4,
-TINY = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": [8, 16], "norm_num_groups": 4,
+        "layers_per_block": 1, "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2}
 
 
 def tiny(**changes):
