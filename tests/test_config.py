@@ -19,8 +19,8 @@ def test_every_preset_has_the_papers_size():
 
 def test_official_flags_and_toggles_are_read():
     config = train_config(
-        ["--data", "synthetic", "--results-dir", "out", "--model", "DiT-B/4", "--image-size", "512", "--num-classes", "10",
-         "--epochs", "3", "--global-batch-size", "64", "--global-seed", "7", "--vae", "mse", "--num-workers", "2",
+        ["--data", "synthetic", "--results-dir", "out", "--model", "DiT-B/4", "--image-size", "512", "--num-classes",
+         "10", "--epochs", "3", "--global-batch-size", "64", "--global-seed", "7", "--vae", "mse", "--num-workers", "2",
          "--log-every", "5", "--ckpt-every", "6", "--amp", "--ckpt", "--no-tf32", "--grad-accum", "2"], prog="train.py")
     assert config.run.results_dir == "out" and config.run.epochs == 3 and config.run.global_seed == 7
     assert (config.run.log_every, config.run.ckpt_every) == (5, 6)
@@ -31,7 +31,8 @@ def test_official_flags_and_toggles_are_read():
 
 def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text('[model]\nmodel = "DiT-S/2"\nimage_size = [256, 128]\n[data]\ndata = "synthetic"\n[optim]\nlr = 1\n')
+    path.write_text('[model]\nmodel = "DiT-S/2"\nimage_size = [256, 128]\n'
+                    '[data]\ndata = "synthetic"\n[optim]\nlr = 1\n')
     config = train_config(["--config", str(path), "--lr", "0.5"], prog="train.py")
     assert config.optim.lr == 0.5 and config.model.model == "DiT-S/2" and config.image_hw == (256, 128)
     assert config.run == TrainConfig().run
