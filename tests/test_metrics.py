@@ -81,7 +81,8 @@ def test_reading_leaves_out_a_line_that_a_crash_cut_off(tmp_path):
 def test_console_line_tells_speed_memory_and_remaining_time():
     lines = []
     record = dict.fromkeys(KEYS) | {
-        "step": 9, "loss": 0.25, "grad_norm": 1.5, "lr": 1e-3, "step_seconds": 2.0, "skipped": 1, "data_wait_seconds": 0.5,
+        "step": 9, "loss": 0.25, "grad_norm": 1.5, "lr": 1e-3, "step_seconds": 2.0, "skipped": 1,
+        "data_wait_seconds": 0.5,
         "images_per_second": 4.0, "images_per_second_per_device": 4.0, "peak_allocated_bytes": 3 * 2**30}
     Console(lines.append, 40).write([record])
     line, = lines
