@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dit.config import TrainConfig, UsageError, replace, validate
+from dit.config import TrainConfig, UsageError, replace
+from dit.config_checks import validate
 from dit.config_files import load_toml
 
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from dit.cli import parse_flags, settle, take_flag, train_config
-from dit.config import PRESETS, TrainConfig, UsageError, replace, validate
+from dit.config import PRESETS, TrainConfig, UsageError, replace
+from dit.config_checks import validate
 from dit.config_files import from_tree, load_toml, to_tree
 
 SYNTHETIC = replace(TrainConfig(), data="synthetic")
