@@ -1,0 +1,185 @@
+"""Times single operations on this machine: alone, and inside real steps of small models.
+
+Operations inside a step meet memory as a training step leaves it (fresh outputs, data in or out of the caches), which a loop
+over one operation does not. Imports torch; only ``scripts/calibrate.py`` and tests use it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from dit.codec import Codec, codec_spec
+from dit.config import TrainConfig, replace
+from dit.planner.op_class import Work, works
+from dit.planner.trace import Op
+from dit.precision import resolve
+from dit.step import StepParts, build_parts, train_step
+
+_GATHERS = {"aten.embedding", "aten.index", "aten.gather"}
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A real step: its operations' work and least seconds, and each phase's seconds (lower quartile) without the timer."""
+
+    name: str
+    phases: tuple[str, ...]
+    works: tuple[Work, ...]
+    seconds: tuple[float, ...]
+    phase_seconds: dict[str, float]
+
+
+class OpTimer(TorchDispatchMode):
+    """Clocks every operation below autograd. ``describes`` also notes what each one is."""
+
+    def __init__(self, describes: bool):
+        super().__init__()
+        self.describes, self.phase = describes, ""
+        self.seconds: list[float] = []
+        self.ops: list[Op] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        start = time.perf_counter()
+        result = func(*args, **kwargs)
+        self.seconds.append(time.perf_counter() - start)
+        if self.describes:
+            self.ops.append(_describe(func, args, kwargs, result, self.phase))
+        return result
+
+
+def _describe(func, args: tuple, kwargs: dict, result: object, phase: str) -> Op:
+    """The operation as ``dit.planner.record`` would note it."""
+    packet = func._overloadpacket
+    name = f"{func.namespace}.{packet.__name__}"
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    lists = [len(arg) for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
+    aliases = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+    is_view = aliases or name in ("aten._unsafe_view", "aten.empty", "aten.empty_like", "aten.empty_strided") or (
+        name.startswith("profiler"))
+    flops_of = flop_registry.get(packet)
+    written = outputs or inputs[:max(lists, default=1)]
+    return Op(name, phase, "", str((outputs or inputs)[0].dtype)[6:] if outputs or inputs else "",
+              () if lists else tuple(tuple(tensor.shape) for tensor in inputs),
+              () if lists else tuple(tuple(tensor.shape) for tensor in outputs),
+              int(flops_of(*args, **kwargs, out_val=result)) if flops_of else 0,
+              0 if is_view else _bytes(outputs if name in _GATHERS else inputs), 0 if is_view else _bytes(written),
+              "view" if is_view else "kernel", num_tensors=max(lists, default=1))
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+
+def time_step(name: str, config: TrainConfig, repeats: int) -> TimedStep:
+    """Time ``config``'s step on the CPU, ``repeats`` times with the operations' timer and as often without, in turns."""
+    parts, batches = _prepare(config)
+
+    def step(phase: Callable[[str], AbstractContextManager]) -> None:
+        train_step(parts, batches, config.memory.grad_accum, lr=1e-4, ema_decay=0.99, phase=phase)
+
+    _phases(step)  # the first step also fills caches
+    describing = OpTimer(describes=True)
+    _timed(step, describing)
+    runs, plain = [], []
+    for _ in range(repeats):
+        timer = OpTimer(describes=False)
+        _timed(step, timer)
+        runs.append(timer.seconds)
+        plain.append(_phases(step))
+    return TimedStep(name, tuple(op.phase or "data" for op in describing.ops), tuple(works(describing.ops)),
+                     tuple(map(min, zip(*runs, strict=True))),
+                     {phase: sorted(run[phase] for run in plain)[repeats // 4] for phase in plain[0]})
+
+
+def _prepare(config: TrainConfig) -> tuple[StepParts, Iterator[dict[str, Tensor]]]:
+    device = torch.device("cpu")
+    parts = build_parts(config, device, Codec(codec_spec("none")), resolve(config, device))
+    size, shape = config.micro_batch(1), config.latent_shape
+    batch = {"x": torch.randn(size, *shape), "noise": torch.randn(size, *shape), "drop": torch.rand(size) < 0.1,
+             "y": torch.randint(0, config.model.num_classes, (size,)), "t": torch.randint(0, 1000, (size,))}
+    return parts, iter(lambda: batch, None)
+
+
+def _timed(step: Callable, timer: OpTimer) -> None:
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        timer.phase = name
+        yield
+
+    with timer:
+        step(phase)
+
+
+def _phases(step: Callable) -> dict[str, float]:
+    """Seconds of each phase; what lies between phases counts to the one before."""
+    marks: list[tuple[str, float]] = []
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        marks.append((name, time.perf_counter()))
+        yield
+
+    step(phase)
+    marks.append(("", time.perf_counter()))
+    seconds: dict[str, float] = {}
+    for (name, start), (_, end) in zip(marks, marks[1:], strict=False):
+        seconds[name] = seconds.get(name, 0.0) + end - start
+    return seconds
+
+
+def reference_config(base: TrainConfig, *, width: int, depth: int, heads: int, tokens: int, batch: int,
+                     **changes: object) -> TrainConfig:
+    """A small model for measuring: ``tokens`` (a square) tokens of ``width``, on latents of 4 channels and patch 2."""
+    side = 2 * round(tokens**0.5)
+    return replace(base, model="custom", data="synthetic", vae="none", image_size=side, patch_size=2, num_classes=10,
+                   hidden_size=width, depth=depth, num_heads=heads, global_batch_size=batch, **changes)
+
+
+# ---- single operations ----
+
+def time_call(call: Callable[[], object], budget: float = 0.03, repeats: int = 5) -> float:
+    """Least seconds of one call, from ``repeats`` rounds that together take about ``budget`` seconds."""
+    start = time.perf_counter()
+    call()
+    once = time.perf_counter() - start
+    count = max(1, min(100, int(budget / repeats / max(once, 1e-7))))
+    best = once
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        best = min(best, (time.perf_counter() - start) / count)
+        if once > budget:
+            break
+    return best
+
+
+def gemm_call(layout: str, m: int, n: int, k: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """A matrix product as a linear layer's forward ("nt", with bias) or backward ("nn", "tn") makes it."""
+    if layout == "nt":
+        bias, left, right = torch.randn(n, dtype=dtype), torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
+        return lambda: torch.addmm(bias, left, right.t())
+    left = torch.randn(m, k, dtype=dtype) if layout == "nn" else torch.randn(k, m, dtype=dtype).t()
+    right = torch.randn(k, n, dtype=dtype)
+    return lambda: torch.mm(left, right)
+
+
+def attention_calls(rows: int, tokens: int, head_size: int, dtype: torch.dtype) -> tuple[Callable, Callable]:
+    """Fused attention's forward and backward on a CPU, with the layout that a joint qkv projection gives."""
+    qkv = torch.randn(rows, tokens, 3, 1, head_size, dtype=dtype).permute(2, 0, 3, 1, 4)
+    query, key, value = qkv.unbind(0)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    out, logsumexp = forward(query, key, value)
+    grad = torch.randn_like(out)
+    return (lambda: forward(query, key, value),
+            lambda: backward(grad, query, key, value, out, logsumexp, 0.0, False))
