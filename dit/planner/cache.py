@@ -60,8 +60,9 @@ def load(request: dict[str, object], accumulation: int) -> Trace | None:
             meta = json.loads(data["meta"].tobytes())
             columns = {name: data[name] for name in COLUMNS if name != "bytes"}
             sequence = data["op_sequence"]
+            spans = tuple(map(tuple, meta["spans"]))
             recordings = tuple(
-                Recording(micro_batch, Events({**columns, "bytes": data[f"bytes_{index}"]}, tuple(meta["modules"])),
+                Recording(micro_batch, Events({**columns, "bytes": data[f"bytes_{index}"]}, tuple(meta["modules"]), spans),
                           tuple(map(_op, meta["ops"][index])), sequence)
                 for index, micro_batch in enumerate(meta["micro_batches"]))
     except (OSError, ValueError, KeyError, TypeError, EOFError):
@@ -77,7 +78,7 @@ def _op(values: list) -> Op:
 def save(trace: Trace) -> None:
     """Keep a trace. A cache that cannot be written is no error: the next plan takes longer."""
     events = trace.recordings[0].events
-    meta = {"micro_batches": [r.micro_batch for r in trace.recordings], "modules": events.modules, "request": trace.request,
+    meta = {"micro_batches": [r.micro_batch for r in trace.recordings], "modules": events.modules, "spans": events.spans, "request": trace.request,
             "ops": [[[getattr(op, f.name) for f in dataclasses.fields(Op)] for op in r.op_table] for r in trace.recordings]}
     arrays = {name: column for name, column in events.columns.items() if name != "bytes"}
     arrays |= {f"bytes_{index}": recording.events.bytes for index, recording in enumerate(trace.recordings)}

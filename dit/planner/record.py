@@ -4,6 +4,7 @@
 step; ``dit.planner.tracing`` drives it.
 """
 
+import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._internal, self._replaced = internal, replaced
         self._rows: list[tuple[int, int, int, int, int]] = []  # tensor, signed bytes, phase, step, micro-step
+        self._spans: list[tuple[int, int, int, int]] = []  # phase, first event, first after it, step
         self._categories: list[int] = []
         self._modules: list[int] = []
         self._alive: dict[int, tuple[int, weakref.ref]] = {}  # storage address -> tensor number, reference
@@ -49,6 +51,8 @@ class Recorder(TorchDispatchMode):
         self._op_index: dict[Op, int] = {}
         self._op_sequence: list[int] = []
         self._facts: dict[object, tuple] = {}
+        self._templates: dict[tuple, object] = {}
+        self._stars: dict[int, str] = {}
         self.records_ops = False
         self.phase, self.step, self.micro_step = "build", 0, 0
 
@@ -78,16 +82,19 @@ class Recorder(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
+    def begin_step(self, step: int) -> None:
+        self.step, self.micro_step, self.phase = step, -1, "data"
+
     @contextmanager
     def in_phase(self, name: str) -> Iterator[None]:
-        """Label what happens inside as phase ``name``; every "data" after a step's first begins another micro-step."""
-        outer, self.phase = self.phase, name
-        try:
-            yield
-        finally:
-            if name == "forward":
-                self._decide()
-            self.phase = outer
+        """Label what happens inside, and after it until the next one, as phase ``name``. Every "data" begins a micro-step."""
+        self.phase = name
+        self.micro_step += name == "data"
+        start = len(self._rows)
+        yield
+        if name == "forward":
+            self._decide()
+        self._spans.append((_PHASE[name], start, len(self._rows), self.step))
 
     def _decide(self) -> None:
         alive = {number for number, _ in self._alive.values()}
@@ -128,19 +135,18 @@ class Recorder(TorchDispatchMode):
         self._modules.append(module)
         if self.phase == "forward" or (self.phase == "backward" and self._stack):
             self._undecided.add(number)
-        self._rows.append((number, num_bytes, _PHASE[self.phase], self.step, self.micro_step))
+        self._rows.append((number, num_bytes, _PHASE[self.phase], self.step, max(self.micro_step, 0)))
         return number
 
     def _free(self, number: int, num_bytes: int) -> None:
         self._undecided.discard(number)
-        self._rows.append((number, -num_bytes, _PHASE[self.phase], self.step, self.micro_step))
+        self._rows.append((number, -num_bytes, _PHASE[self.phase], self.step, max(self.micro_step, 0)))
 
     # ---- operations ----
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        run = self._replaced.get(func, func)
-        result = run(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         module = self._current_module()
         outputs = [result] if isinstance(result, Tensor) else [o for o in tree_leaves(result) if isinstance(o, Tensor)]
         for output in outputs:
@@ -153,6 +159,29 @@ class Recorder(TorchDispatchMode):
         if self.records_ops:
             self._record(func, args, kwargs, result, outputs, module)
         return result
+
+    def _run(self, func, args: tuple, kwargs: dict) -> object:
+        """The operation's result. What it looks like is computed once per operation and arguments: blocks and steps repeat."""
+        if func in self._replaced:
+            return self._replaced[func](*args, **kwargs)
+        if not _is_pure(func):
+            return func(*args, **kwargs)
+        try:
+            key = (func, _form(args), _form(tuple(kwargs.items())))
+            template = self._templates.get(key)
+        except TypeError:  # an argument that cannot be a key
+            return func(*args, **kwargs)
+        if template is not None:
+            return _from_template(template)
+        result = func(*args, **kwargs)
+        template = _template(result)
+        if template is not None and not self._aliases(result):
+            self._templates[key] = template
+        return result
+
+    def _aliases(self, result: object) -> bool:
+        """Whether a result lies in memory that was there before, whatever the operation's schema says (_unsafe_view)."""
+        return any(leaf.untyped_storage()._cdata in self._alive for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
 
     def _current_module(self) -> int:
         if self._stack:
@@ -178,7 +207,7 @@ class Recorder(TorchDispatchMode):
                 flops=int(flops_of(*args, **kwargs, out_val=result)) if flops_of is not None else 0,
                 bytes_read=0 if is_view else _bytes(outputs if name in _GATHERS else inputs),
                 bytes_written=0 if is_view else _bytes(written), kind="view" if is_view else "kernel",
-                step=self.step, micro_step=self.micro_step, num_tensors=max(lists, default=1),
+                step=self.step, micro_step=max(self.micro_step, 0), num_tensors=max(lists, default=1),
                 recomputed=self.phase == "backward" and bool(self._stack))
         self._op_sequence.append(self._op_index.setdefault(op, len(self._op_index)))
 
@@ -187,13 +216,12 @@ class Recorder(TorchDispatchMode):
         if facts is None:
             packet = func._overloadpacket
             returns = func._schema.returns
-            is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+            is_view = packet is torch.ops.aten._unsafe_view or any(
+                value.alias_info is not None and not value.alias_info.is_write for value in returns)
             facts = self._facts[func] = (f"{func.namespace}.{packet.__name__}", is_view, flop_registry.get(packet))
         return facts
 
     def _starred(self, module: int) -> str:
-        if not hasattr(self, "_stars"):
-            self._stars: dict[int, str] = {}
         if module not in self._stars:
             path = next(path for path, number in self._module_names.items() if number == module)
             self._stars[module] = re.sub(r"\.\d+(?=\.|$)", ".*", path) if path.startswith("blocks.") else path
@@ -206,10 +234,47 @@ class Recorder(TorchDispatchMode):
         values = {"tensor": number, "bytes": rows[:, 1], "phase": rows[:, 2], "step": rows[:, 3], "micro_step": rows[:, 4],
                   "category": np.array(self._categories)[number], "module": np.array(self._modules)[number]}
         columns = {name: values[name].astype(dtype) for name, dtype in COLUMNS.items()}
-        return Recording(micro_batch, Events(columns, tuple(self._module_names)), tuple(self._op_index),
+        return Recording(micro_batch, Events(columns, tuple(self._module_names), tuple(self._spans)), tuple(self._op_index),
                          np.array(self._op_sequence, dtype=np.int32))
 
 
 def _bytes(tensors: list[Tensor]) -> int:
     """Bytes behind ``tensors``; an expanded tensor counts what it holds, not what it shows."""
     return sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+
+# ---- results without computing them ----
+
+@functools.cache
+def _is_pure(func) -> bool:
+    """Whether the operation writes nothing and returns new memory only."""
+    return not func._schema.is_mutable and all(value.alias_info is None for value in func._schema.returns)
+
+
+def _form(value: object) -> object:
+    """What determines the form of a result: tensors by their layout, everything else by its value."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, tuple | list):
+        return tuple(map(_form, value))
+    if isinstance(value, float | int):
+        return type(value), value
+    return value
+
+
+def _template(result: object) -> object:
+    """A description from which :func:`_from_template` makes a result of the same form, or None if it is not all meta."""
+    if isinstance(result, Tensor):
+        return (tuple(result.shape), result.stride(), result.dtype) if result.is_meta else None
+    if isinstance(result, tuple | list):
+        parts = [part if part is None or isinstance(part, int) else _template(part) for part in result]
+        return None if any(a is None and b is not None for a, b in zip(parts, result, strict=True)) else parts
+    return None
+
+
+def _from_template(template: object) -> object:
+    if isinstance(template, tuple):
+        return torch.empty_strided(template[0], template[1], dtype=template[2], device="meta")
+    if isinstance(template, list):
+        return tuple(map(_from_template, template))
+    return template

@@ -68,11 +68,13 @@ class Events:
 
     ``bytes`` is positive where memory is taken and negative where it is given back; phase, category and module are indices
     into PHASES, CATEGORIES and ``modules``. What exists before the first step is allocated in step 0, phase "build". A
-    tensor's two events carry the same category and module.
+    tensor's two events carry the same category and module. ``spans`` are the phases as they came: (phase, index of the first
+    event, index after the last, step).
     """
 
     columns: dict[str, np.ndarray]
     modules: tuple[str, ...]
+    spans: tuple[tuple[int, int, int, int], ...]
 
     def __len__(self) -> int:
         return len(self.columns["bytes"])
@@ -147,7 +149,7 @@ class Trace:
         slope, remainder = np.divmod(high.events.bytes - low.events.bytes, steps)
         assert not remainder.any(), "a tensor's size is not affine in the micro-batch"
         size = low.events.bytes + slope * (micro_batch - low.micro_batch)
-        return Events({**low.events.columns, "bytes": size}, low.events.modules)
+        return Events({**low.events.columns, "bytes": size}, low.events.modules, low.events.spans)
 
     def _op_table_at(self, micro_batch: int) -> list[Op]:
         low, high = self.recordings
@@ -190,10 +192,11 @@ def check_alike(low: Recording, high: Recording) -> None:
         if name != "bytes":
             assert np.array_equal(low.events.columns[name], high.events.columns[name]), f"recordings differ in {name}"
     assert np.array_equal(np.sign(low.events.bytes), np.sign(high.events.bytes)), "recordings differ in order"
+    assert low.events.spans == high.events.spans, "recordings differ in their phases"
     assert np.array_equal(low.op_sequence, high.op_sequence), "recordings differ in their operations"
 
 
-def trace(config: TrainConfig, *, device_kind: str, dtype: str | None, attention: str, micro_batch: int,
+def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, attention: str, micro_batch: int,
           use_cache: bool = True) -> Trace:
     """The trace of ``config``'s step on a kind of device, from the cache or made now (which needs torch and seconds).
 

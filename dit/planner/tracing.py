@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from unittest import mock
 
+import gc
 import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
@@ -12,6 +12,7 @@ from dit.codec import Codec, build_codec, codec_spec
 from dit.config import TrainConfig
 from dit.ema import warmed_up_decay
 from dit.planner.emulation import REPLACED, Emulation, MetaPrecision, MetaScaler
+from dit.planner.kernels import internals
 from dit.planner.record import Recorder
 from dit.planner.trace import TRACED_STEPS, Recording
 from dit.step import StepParts, build_parts, train_step
@@ -25,12 +26,14 @@ def record(config: TrainConfig, micro_batch: int, *, device_kind: str, dtype: st
 
     ``device_kind`` is cuda or cpu; ``dtype`` None, bf16 or fp16; ``attention`` a key of ``emulation.ATTENTION``.
     """
-    recorder = Recorder(lambda *call: [], REPLACED)
+    recorder = Recorder(internals(device_kind), REPLACED)
 
     def emulation(autocast_dtype: torch.dtype | None = DTYPES[dtype]) -> Emulation:
         return Emulation(device_kind, autocast_dtype, lambda query: attention,
                          lambda weight: recorder.label([weight], "cast_copies"))
 
+    gc.collect()
+    gc.disable()  # when it comes would be chance; nothing in a step needs it
     with _multi_tensor_on_meta(), recorder, recorder.hooks():
         parts = build_parts(config, META, _codec(config), MetaPrecision(emulation, MetaScaler(dtype == "fp16", META)))
         parts.model.checkpoint_context_fn = lambda: (nullcontext(), emulation())
@@ -38,11 +41,12 @@ def record(config: TrainConfig, micro_batch: int, *, device_kind: str, dtype: st
         batches = _batches(config, micro_batch, torch.device("cpu") if device_kind == "cuda" else META)
         phase = _phase(recorder, parts, emulation)
         for step in range(1, TRACED_STEPS + 1):
-            recorder.step, recorder.micro_step = step, -1
+            recorder.begin_step(step)
             recorder.records_ops = step == 2
             result = train_step(parts, batches, min(config.memory.grad_accum, 2), lr=config.optim.lr,
                                 ema_decay=warmed_up_decay(config.optim.ema_decay, step), phase=phase)
     del result
+    gc.enable()
     return recorder.finish(micro_batch)
 
 
@@ -69,10 +73,10 @@ def _batches(config: TrainConfig, micro_batch: int, device: torch.device) -> Ite
     shapes = {"x": (3, *config.image_hw) if config.encodes_in_loop else config.latent_shape, "noise": config.latent_shape}
     if config.encodes_in_loop:
         shapes["posterior_noise"] = config.latent_shape
+    labels = {"y": torch.int64, "t": torch.int64, "drop": torch.bool}
     while True:
-        batch = {name: torch.empty(micro_batch, *shape, device=device) for name, shape in shapes.items()}
-        yield batch | {name: torch.empty(micro_batch, dtype=torch.int64, device=device) for name in ("y", "t")} | {
-            "drop": torch.empty(micro_batch, dtype=torch.bool, device=device)}
+        yield ({name: torch.empty(micro_batch, *shape, device=device) for name, shape in shapes.items()}
+               | {name: torch.empty(micro_batch, dtype=dtype, device=device) for name, dtype in labels.items()})
 
 
 def _phase(recorder: Recorder, parts: StepParts,
@@ -80,8 +84,6 @@ def _phase(recorder: Recorder, parts: StepParts,
     """The step's observer: labels phases and gradients, and emulates attention where the codec runs."""
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        if name == "data":
-            recorder.micro_step += 1
         with recorder.in_phase(name), emulation(None) if name == "encode" else nullcontext():
             yield
             if name == "backward":
@@ -93,6 +95,10 @@ def _phase(recorder: Recorder, parts: StepParts,
 @contextmanager
 def _multi_tensor_on_meta() -> Iterator[None]:
     """Let torch's helpers run multi-tensor operations on meta, as they do on a CPU and on a GPU."""
-    devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "meta"]
-    with mock.patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: devices):
+    supported = _foreach_utils._get_foreach_kernels_supported_devices
+    devices = [*supported(), "meta"]
+    _foreach_utils._get_foreach_kernels_supported_devices = lambda: devices
+    try:
         yield
+    finally:
+        _foreach_utils._get_foreach_kernels_supported_devices = supported

@@ -1,0 +1,183 @@
+"""What a run will need before it starts: memory, time, disk and cost, each with a low and a high.
+
+:func:`plan` answers for any device, present or not. torch is imported only where a step has to be traced anew.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dit.config import TrainConfig, UsageError
+from dit.config_files import to_tree
+from dit.planner import calibration as calibrations
+from dit.planner import flops, step_time
+from dit.planner.catalogue import GIB, Device
+from dit.planner.hardware import attention_kernel
+from dit.planner.memory import MemoryPlan, plan_memory
+from dit.planner.trace import StepTrace, Trace, trace_step
+
+SCHEMA = 1
+IMAGENET_SAMPLES = 1_281_167
+_DIGITS_SAMPLES = 1_797
+_METRICS_BYTES_PER_STEP = 400
+_BYTES_PER_RECORD = 350  # what torch.save adds to a tensor: alignment, two zip headers, its entry in the pickle
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A prediction. ``content`` is plan.json; ``memory`` and ``step`` hold what pictures and advice need besides."""
+
+    content: Mapping[str, object]
+    memory: MemoryPlan
+    step: StepTrace
+
+    def to_dict(self) -> dict[str, object]:
+        """The content of plan.json."""
+        return dict(self.content)
+
+
+def plan(config: TrainConfig, device: Device, num_devices: int = 1, *, num_samples: int | None = None,
+         price_per_device_hour: float | None = None) -> Plan:
+    """Plan a validated ``config`` on ``num_devices`` of ``device``.
+
+    ``num_samples`` is the size of the data set, where it is known. Raises UsageError where the device cannot do what the
+    config asks for, or where the batch does not divide.
+    """
+    micro_batch = config.micro_batch(num_devices)
+    step = traced(config, device, micro_batch).at(micro_batch)
+    memory = memory_of(config, device, num_devices, step)
+    steps, notes = _steps(config, num_samples)
+    time, run, calibration, said = _time(config, device, num_devices, step, steps, price_per_device_hour)
+    checkpoint_bytes = _checkpoint_bytes(config)
+    content = {
+        "schema": SCHEMA,
+        "config": to_tree(config),
+        "device": {"name": device.name, "memory_bytes": device.memory_bytes, "source": device.sources["memory_bytes"]},
+        "num_devices": num_devices,
+        "calibration": calibration,
+        "model": {"parameters": flops.parameters(config.shape),
+                  "forward_flops_per_image": flops.forward_flops_per_image(config.shape),
+                  "train_flops_per_image": flops.train_flops_per_image(config.shape)},
+        "memory": memory.to_dict(),
+        "time": time,
+        "run": run,
+        "disk": {"checkpoint_bytes": checkpoint_bytes, "run_bytes": _run_bytes(config, steps, checkpoint_bytes)},
+        "notes": [*_memory_notes(config, device, num_devices, memory, micro_batch), *notes, *said],
+    }
+    return Plan(content, memory, step)
+
+
+def traced(config: TrainConfig, device: Device, micro_batch: int) -> Trace:
+    """The trace of ``config``'s step as ``device`` would run it."""
+    dtype = autocast_dtype(config, device)
+    if device.generation == "cpu":
+        kind, kernel = "cpu", "math" if config.precision.attention == "math" else "flash_cpu"
+        if config.precision.attention in ("efficient", "cudnn"):
+            raise UsageError(f"--attention {config.precision.attention} needs a GPU; a CPU has auto, flash and math")
+    else:
+        shape = config.shape
+        kind = "cuda"
+        kernel = attention_kernel(device, dtype or "fp32", shape.hidden_size // shape.num_heads, config.precision.attention)
+    return trace_step(config, device_kind=kind, dtype=dtype, attention=kernel, micro_batch=micro_batch)
+
+
+def memory_of(config: TrainConfig, device: Device, num_devices: int, step: StepTrace) -> MemoryPlan:
+    """The memory of a traced step. The allocator's mode is that of this environment."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return plan_memory(step, device, num_devices=num_devices, encodes=config.encodes_in_loop,
+                       expandable_segments="expandable_segments:True" in settings.replace(" ", ""))
+
+
+def autocast_dtype(config: TrainConfig, device: Device) -> str | None:
+    """None (no autocast), "bf16" or "fp16". Raises UsageError for bf16 on a device without it."""
+    precision = config.precision
+    if not precision.amp:
+        return None
+    if precision.amp_dtype == "bf16" and not device.has_bf16:
+        raise UsageError(f"--amp-dtype bf16: {device.name} has no bf16; use --amp-dtype fp16 (or auto)")
+    if precision.amp_dtype == "auto":
+        return "bf16" if device.has_bf16 else "fp16"
+    return precision.amp_dtype
+
+
+# ---- time, run and disk ----
+
+def _steps(config: TrainConfig, num_samples: int | None) -> tuple[int, list[str]]:
+    if num_samples is None:
+        num_samples = _DIGITS_SAMPLES if config.data.data == "digits" else IMAGENET_SAMPLES
+        if config.run.max_steps is None and config.data.data in ("folder", "latents"):
+            return config.total_steps(num_samples), [
+                f"The length of the run assumes ImageNet's {IMAGENET_SAMPLES:,} images; --max-steps says it exactly."]
+    return config.total_steps(num_samples), []
+
+
+def _time(config: TrainConfig, device: Device, num_devices: int, step: StepTrace, steps: int,
+          price: float | None) -> tuple[dict, dict, dict, list[str]]:
+    """The parts time, run and calibration, and notes. Figures are None where the device's speed is not known."""
+    is_cpu = device.generation == "cpu"
+    calibration = calibrations.find(calibrations.cpu_name(), _cpu_threads(num_devices)) if is_cpu else (
+        calibrations.find(device.name))
+    try:
+        time = step_time.predict_time(step, config, device, num_devices, calibration)
+    except ValueError as error:
+        unknown = {"low": None, "mid": None, "high": None}
+        return ({"step_seconds": unknown, "by_phase": {}, "images_per_second": None, "mfu": None, "bound_by": None},
+                {"steps": steps, "hours": unknown, "device_hours": None, "cost": None},
+                {"kind": "prior", "source": "none"}, [f"No time: {error}."])
+    run = step_time.run_plan(time, steps, num_devices, device, price)
+    seconds = {"step_seconds": time.step_seconds, "by_phase": time.by_phase, "images_per_second": time.images_per_second,
+               "mfu": time.mfu, "bound_by": time.bound_by}
+    whole = {"steps": run.steps, "hours": run.hours, "device_hours": run.device_hours, "cost": run.cost}
+    return seconds, whole, time.calibration, list(time.notes)
+
+
+def _cpu_threads(num_processes: int) -> int:
+    """Threads torch would use here: torchrun gives one to each of several processes."""
+    if "torch" in sys.modules:
+        return sys.modules["torch"].get_num_threads()
+    if num_processes > 1:
+        return int(os.environ.get("OMP_NUM_THREADS", 1))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(os.environ.get("OMP_NUM_THREADS", cores))
+
+
+def _checkpoint_bytes(config: TrainConfig) -> int:
+    """Weights, two moments and the average, all fp32; the average's frozen entries are the weights' own."""
+    shape, has_average = config.shape, config.optim.ema != "off"
+    trainable, entries = flops.trainable_parameters(shape), flops.state_dict_entries(shape)
+    numbers = flops.parameters(shape) + trainable * (2 + has_average)
+    return 4 * numbers + _BYTES_PER_RECORD * (entries + (entries - 1) * (3 + has_average))
+
+
+def _run_bytes(config: TrainConfig, steps: int, checkpoint_bytes: int) -> int:
+    """The run's folder at its end: the files that are kept, and the metrics."""
+    run = config.run
+    saves = math.ceil(steps / run.ckpt_every)
+    kept = min(saves, run.keep_last) if run.keep_last else saves
+    if run.keep_last and run.keep_every:
+        kept = min(saves, kept + steps // math.lcm(run.keep_every, run.ckpt_every))
+    return kept * checkpoint_bytes + steps * _METRICS_BYTES_PER_STEP
+
+
+# ---- notes ----
+
+def _memory_notes(config: TrainConfig, device: Device, num_devices: int, memory: MemoryPlan,
+                  micro_batch: int) -> list[str]:
+    largest = ", ".join(f"{c.module or 'step'} {c.category} {c.bytes / GIB:.2f} GiB" for c in memory.contributors)
+    notes = [f"Largest at the peak ({memory.peak_phase}): {largest}."]
+    missing = memory.device_used_bytes["high"] - device.memory_bytes
+    if memory.verdict == "does_not_fit":
+        short = memory.device_used_bytes["mid"] - device.memory_bytes
+        notes.append(f"Does not fit: {short / GIB:.2f} GiB more than {device.name} has"
+                     + (f"; it would run out in phase {memory.oom_phase}." if memory.oom_phase else "."))
+    elif memory.verdict == "tight":
+        notes.append(f"Tight: the high figure is {missing / GIB:.2f} GiB above the device's memory"
+                     + (f"; the allocator gives its cache back {memory.num_retries} times in three steps, which is slow."
+                        if memory.num_retries else "."))
+    if config.precision.compile:
+        notes.append("--compile is not modelled: memory and time are those of eager mode, an upper bound.")
+    if config.memory.grad_accum > 1 and num_devices > 1:
+        notes.append("With accumulation under DDP gradients exist twice: in the buckets and, until the last micro-batch, beside them.")
+    return notes

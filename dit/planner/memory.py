@@ -1,0 +1,215 @@
+"""From a step's events to the memory a device must have: its peak, what is in it, and whether it fits. Needs no torch.
+
+Three figures, in the order in which they grow. *Allocated* is what tensors hold: on a GPU rounded up to 512 bytes each, as
+torch.cuda.max_memory_allocated counts, on a CPU to the byte. *Reserved* is what the caching allocator holds to
+serve them. *Device-used* adds what no allocator shows: the driver's context, loaded kernels, NCCL.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dit.planner.allocator import simulate
+from dit.planner.catalogue import GIB, MIB, Device
+from dit.planner.trace import CATEGORIES, PHASES, Events, StepTrace
+
+BLOCK_BYTES = 512  # the caching allocator's granularity (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
+NCCL_BYTES = (300 * MIB, 600 * MIB, 1000 * MIB)
+"""Outside the allocator, per communicator: 0.5-0.7 GB were seen; buffers grow with channels. Prior, to be calibrated."""
+CUDNN_WORKSPACE_BYTES = (0, 64 * MIB, 1 * GIB)
+"""Inside the allocator, while a VAE's convolution runs: cuDNN's heuristics choose it. Prior, to be calibrated."""
+RESERVED_MARGIN = (0.97, 1.03)
+"""The replay's error: order of frees between threads, kernels' own temporaries. Prior, to be calibrated."""
+HOST_BYTES = (300 * MIB, 700 * MIB, 1600 * MIB)
+"""A training process on the CPU without its tensors: interpreter, torch, libraries, threads. Prior, to be calibrated."""
+HOST_MARGIN = (1.0, 1.05, 1.25)
+"""Resident size of a CPU process per byte of tensors: the C library keeps freed memory. Prior, to be calibrated."""
+
+
+@dataclass(frozen=True)
+class Contributor:
+    """What one kind of module has in one category at the peak; ``module`` has block numbers as ``*``."""
+
+    module: str
+    category: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on each device. ``peak_reserved_bytes`` is None on a CPU, which has no caching allocator.
+
+    ``by_category`` splits the peak and sums to it; ``by_phase`` has every phase's own peak. ``num_retries`` counts how often
+    the allocator would give its cache back and try again, which is slow. ``oom_phase`` is where a run would die.
+    """
+
+    verdict: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    device_used_bytes: dict[str, int]
+    peak_phase: str
+    by_category: dict[str, int]
+    by_phase: dict[str, int]
+    contributors: tuple[Contributor, ...] = ()
+    num_retries: int = 0
+    oom_phase: str | None = None
+    memory_bytes: int = field(default=0, repr=False)
+
+    def to_dict(self) -> dict[str, object]:
+        """The part ``memory`` of plan.json."""
+        names = ("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "peak_phase",
+                 "by_category", "by_phase")
+        return {name: getattr(self, name) for name in names}
+
+
+def plan_memory(step: StepTrace, device: Device, *, num_devices: int = 1, encodes: bool = False,
+                gradients_are_bucket_views: bool = True, expandable_segments: bool = False) -> MemoryPlan:
+    """The memory of a step on ``device``, one of ``num_devices`` under DDP.
+
+    ``encodes`` says that a VAE runs in the step. ``gradients_are_bucket_views`` is DDP's gradient_as_bucket_view.
+    """
+    events = step.events
+    if num_devices > 1:
+        events = with_buckets(events, gradients_are_bucket_views)
+    if device.generation == "cpu":
+        return _on_cpu(events, device)
+    events = with_workspaces(events, device.cublas_workspace_bytes)
+    return _on_gpu(events, device, num_devices, encodes, expandable_segments)
+
+
+def _on_cpu(events: Events, device: Device) -> MemoryPlan:
+    peak = summarize(events, events.bytes)
+    used = {name: int(peak["peak_allocated_bytes"] * margin + host)
+            for name, margin, host in zip(("low", "mid", "high"), HOST_MARGIN, HOST_BYTES, strict=True)}
+    return MemoryPlan(verdict=_verdict(used, device.memory_bytes, False), peak_reserved_bytes=None, device_used_bytes=used,
+                      memory_bytes=device.memory_bytes, **peak)
+
+
+def _on_gpu(events: Events, device: Device, num_devices: int, encodes: bool, expandable_segments: bool) -> MemoryPlan:
+    peak = summarize(events, rounded(events.bytes))
+    outside = [context + nccl * (num_devices > 1) for context, nccl in zip(device.context_bytes, NCCL_BYTES, strict=True)]
+    workspace = [size * encodes for size in CUDNN_WORKSPACE_BYTES]
+    pairs = np.stack([events.tensor, events.bytes], axis=1)
+    free = simulate(pairs, expandable_segments=expandable_segments)
+    reserved, retries, oom_phase = free.peak_reserved_bytes, 0, None
+    capacity = device.memory_bytes - outside[1] - workspace[1]
+    if reserved > capacity:
+        tight = simulate(pairs, capacity_bytes=max(capacity, 0), expandable_segments=expandable_segments)
+        retries = tight.num_retries
+        if tight.oom is None:
+            reserved = tight.peak_reserved_bytes
+        else:
+            oom_phase = PHASES[events.phase[tight.oom.event]]
+    used = {"low": int(max(peak["peak_allocated_bytes"], reserved * RESERVED_MARGIN[0])) + outside[0] + workspace[0],
+            "mid": reserved + outside[1] + workspace[1],
+            "high": int(reserved * RESERVED_MARGIN[1]) + outside[2] + workspace[2]}
+    return MemoryPlan(verdict=_verdict(used, device.memory_bytes, retries > 0 or oom_phase is not None),
+                      peak_reserved_bytes=reserved, device_used_bytes=used, num_retries=retries, oom_phase=oom_phase,
+                      memory_bytes=device.memory_bytes, **peak)
+
+
+def _verdict(used: Mapping[str, int], memory_bytes: int, retries: bool) -> str:
+    """``fits`` only where even the high figure is below the device's memory, and nothing has to be tried twice."""
+    if used["high"] < memory_bytes and not retries:
+        return "fits"
+    return "tight" if used["mid"] <= memory_bytes else "does_not_fit"
+
+
+def rounded(num_bytes: np.ndarray) -> np.ndarray:
+    """Signed sizes as the caching allocator counts them."""
+    return np.sign(num_bytes) * -(-np.abs(num_bytes) // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def summarize(events: Events, num_bytes: np.ndarray) -> dict[str, object]:
+    """Peak, its phase, its split by category, every phase's peak, and the ten largest contributors to the peak."""
+    levels = np.cumsum(num_bytes)
+    by_phase: dict[str, int] = {}
+    for phase, start, stop, _ in events.spans:
+        highest = int(levels[max(start - 1, 0):max(stop, start)].max())
+        by_phase[PHASES[phase]] = max(by_phase.get(PHASES[phase], 0), highest)
+    by_phase["save"] = int(levels[-1])  # tensors go to the host one by one: nothing is copied on the device
+    peak = int(np.argmax(levels))
+    columns = events.columns
+    now = num_bytes[:peak + 1]
+    split = np.bincount(columns["category"][:peak + 1], weights=now, minlength=len(CATEGORIES)).astype(np.int64)
+    keys = columns["module"][:peak + 1].astype(np.int64) * len(CATEGORIES) + columns["category"][:peak + 1]
+    by_key = np.bincount(keys, weights=now).astype(np.int64)
+    grouped: dict[tuple[str, str], int] = {}
+    for index in np.nonzero(by_key)[0]:
+        module, category = divmod(int(index), len(CATEGORIES))
+        name = re.sub(r"\.\d+(?=\.|$)", ".*", events.modules[module]), CATEGORIES[category]
+        grouped[name] = grouped.get(name, 0) + int(by_key[index])
+    largest = sorted(grouped.items(), key=lambda item: -item[1])[:10]
+    return {"peak_allocated_bytes": int(levels[peak]), "peak_phase": PHASES[columns["phase"][peak]], "by_phase": by_phase,
+            "by_category": {name: int(size) for name, size in zip(CATEGORIES, split, strict=True)},
+            "contributors": tuple(Contributor(*name, size) for name, size in largest)}
+
+
+# ---- what a trace on one device without libraries lacks ----
+
+def with_workspaces(events: Events, workspace_bytes: int) -> Events:
+    """cuBLAS's workspaces, taken in the allocator at the first product of the forward's and of autograd's thread, and kept.
+
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
+    firsts = [next((start for phase, start, _, _ in events.spans if PHASES[phase] == name), None)
+              for name in ("forward", "backward")]
+    rows = [(first, workspace_bytes, name) for first, name in zip(firsts, ("forward", "backward"), strict=True)
+            if first is not None]
+    return _inserted(events, rows, "other") if workspace_bytes else events
+
+
+def with_buckets(events: Events, gradients_are_views: bool) -> Events:
+    """DDP's buckets: one copy of all gradients, from the wrapping on.
+
+    As views of them, gradients live in the buckets: the tensor that autograd makes is copied and given back at once. Where several
+    micro-batches are accumulated, gradients are separate tensors until the last one's backward
+    (torch/csrc/distributed/c10d/reducer.cpp).
+    """
+    gradients = events.category == CATEGORIES.index("gradients")
+    taken = gradients & (events.bytes > 0) & (events.step == 1)
+    total = int(events.bytes[taken].sum())
+    first_data = next(start for phase, start, _, _ in events.spans if PHASES[phase] == "data")
+    if gradients_are_views:
+        events = _freed_in_backward(events, gradients)
+        first_data = next(start for phase, start, _, _ in events.spans if PHASES[phase] == "data")
+    return _inserted(events, [(first_data, total, "build")], "gradients")
+
+
+def _freed_in_backward(events: Events, gradients: np.ndarray) -> Events:
+    """Gradients of the last micro-step are given back right after they are made, those of earlier ones at its end."""
+    last = int(events.micro_step[events.step == 1].max())
+    ends = {step: stop for phase, _, stop, step in events.spans if PHASES[phase] == "backward"}
+    order = np.arange(len(events), dtype=np.float64)
+    position = {int(tensor): index for index, tensor in enumerate(events.tensor) if events.bytes[index] > 0}
+    for index in np.nonzero(gradients & (events.bytes < 0))[0]:
+        made = position[int(events.tensor[index])]
+        is_last = int(events.micro_step[made]) == last
+        order[index] = made + 1.5 if is_last else ends[int(events.step[made])] - 0.5
+    permutation = np.argsort(order, kind="stable")
+    columns = {name: column[permutation] for name, column in events.columns.items()}
+    sorted_order = order[permutation]
+    moved = np.nonzero(gradients & (events.bytes < 0))[0]
+    columns["phase"] = columns["phase"].copy()
+    columns["phase"][np.isin(permutation, moved)] = PHASES.index("backward")
+    spans = tuple((phase, int(np.searchsorted(sorted_order, start)), int(np.searchsorted(sorted_order, stop)), step)
+                  for phase, start, stop, step in events.spans)
+    return Events(columns, events.modules, spans)
+
+
+def _inserted(events: Events, rows: list[tuple[int, int, str]], category: str) -> Events:
+    """The events with allocations that are never given back: (index to stand before, bytes, phase)."""
+    number = int(events.tensor.max()) + 1
+    where = np.array([index for index, _, _ in rows])
+    new = {"tensor": np.arange(number, number + len(rows)), "bytes": np.array([size for _, size, _ in rows]),
+           "phase": np.array([PHASES.index(phase) for _, _, phase in rows]), "category": CATEGORIES.index(category),
+           "module": 0, "step": np.array([0 if phase == "build" else 1 for _, _, phase in rows]), "micro_step": 0}
+    columns = {name: np.insert(column, where, new[name]) for name, column in events.columns.items()}
+
+    def moved(index: int, is_stop: bool) -> int:
+        return index + int((where < index if is_stop else where < index).sum())
+
+    spans = tuple((phase, moved(start, False), moved(stop, True), step) for phase, start, stop, step in events.spans)
+    return Events(columns, events.modules, spans)
