@@ -1,0 +1,199 @@
+"""Plan a run before it starts: does it fit, how long does a step take, what does the whole run need and cost.
+
+    python scripts/plan.py --model DiT-XL/2 --amp --ckpt --device A100-80GB --num-devices 8
+
+takes every flag of train.py, any device of the catalogue whether it is here or not, and prints a table or, with --json, plan.json.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from dit.cli import parse_flags, run, settle, take_flag
+from dit.config import PRESETS, TrainConfig, UsageError
+from dit.config_files import load_toml
+from dit.planner import Plan, alternatives, plan
+from dit.planner.catalogue import GIB, Device
+from dit.planner.hardware import cpu_device, custom_device, find_device, parse_bytes
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """Plan a run: every flag of train.py, and the device it is planned for."""
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    device: str | None = None
+    """A device of the catalogue, present or not: H100, A100-80GB, RTX 4090, cpu (this one). Default: the one that is here."""
+    num_devices: int = 1
+    """Devices that share the work."""
+    device_memory: str | None = None
+    """Memory of the device, instead of the catalogue's or for a card it does not know: 24GiB, 80e9."""
+    price_per_device_hour: float | None = None
+    """Price of one device for an hour, in any currency."""
+    num_samples: int | None = None
+    """Images in the data set, for the length of the run."""
+    json: bool = False
+    """Print plan.json and nothing else."""
+    table: bool = False
+    """Print the largest micro-batch that fits on the device: all twelve models, with and without --amp and --ckpt."""
+    picture: str | None = None
+    """Also draw the memory over a step, and one bar per combination of --amp and --ckpt, into this PNG file."""
+
+
+def main(args: list[str]) -> int:
+    path, rest = take_flag(args, "--config")
+    flags = parse_flags(PlanFlags, rest, PlanFlags(train=load_toml(path)) if path else PlanFlags(), prog="plan.py")
+    _check(flags)
+    device = choose_device(flags.device, flags.device_memory)
+    if flags.table:
+        print_fit_table(flags.train, device)
+        return 0
+    config = settle(flags.train)
+    with nullcontext() if flags.json else _status():
+        planned = plan(config, device, flags.num_devices, num_samples=flags.num_samples,
+                       price_per_device_hour=flags.price_per_device_hour)
+        content = planned.to_dict()
+        if planned.memory.verdict == "does_not_fit":
+            content["notes"] = [*content["notes"], advice(config, device, flags.num_devices)]
+    if flags.json:
+        print(json.dumps(content, indent=2))
+    else:
+        print_plan(planned, content)
+    if flags.picture:
+        from dit.planner.pictures import draw
+        draw(planned, config, device, flags.num_devices, flags.picture)
+        if not flags.json:
+            print(flags.picture)
+    return 0
+
+
+def _check(flags: PlanFlags) -> None:
+    if flags.num_devices < 1:
+        raise UsageError(f"--num-devices {flags.num_devices}: must be at least 1")
+    if flags.num_samples is not None and flags.num_samples < 1:
+        raise UsageError(f"--num-samples {flags.num_samples}: must be at least 1")
+    if flags.price_per_device_hour is not None and not 0 <= flags.price_per_device_hour < float("inf"):
+        raise UsageError(f"--price-per-device-hour {flags.price_per_device_hour}: must be a number of at least 0")
+
+
+def choose_device(name: str | None, memory: str | None) -> Device:
+    """The device to plan for. Raises UsageError for one that is unknown and whose memory is not given."""
+    import dataclasses
+
+    memory_bytes = parse_bytes(memory) if memory is not None else None
+    if name is None and memory_bytes is not None:
+        return custom_device(memory_bytes)
+    device = cpu_device() if name is not None and name.lower() == "cpu" else find_device(name) if name else present_device()
+    if memory_bytes is None:
+        return device
+    return dataclasses.replace(device, memory_bytes=memory_bytes,
+                               sources={**device.sources, "memory_bytes": "--device-memory"})
+
+
+def present_device() -> Device:
+    """The first GPU the driver shows, else this CPU. Asks the driver itself: torch would take seconds to load."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        name, total = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    except Exception:  # no driver, no GPU, no permission, no module: all mean that none can be used
+        return cpu_device()
+    try:
+        return find_device(name if isinstance(name, str) else name.decode())
+    except UsageError:
+        return custom_device(total)
+
+
+def advice(config: TrainConfig, device: Device, num_devices: int) -> str:
+    """What would make a run fit that does not."""
+    found = alternatives.what_would_fit(config, device, num_devices)
+    if found is None:
+        return "Neither AMP, checkpointing, a smaller micro-batch nor doing without the average of the weights makes it fit."
+    return f"It would fit with {found.flags}: {_gib(found.memory.device_used_bytes['mid'])} in use."
+
+
+# ---- for people ----
+
+def print_plan(planned: Plan, content: Mapping[str, object]) -> None:
+    """The plan as a table, then its notes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    config, memory, time, run = (content[name] for name in ("config", "memory", "time", "run"))
+    accumulation, num_devices = config["memory"]["grad_accum"], content["num_devices"]
+    table = Table(title=f"{config['model']['model']} on {num_devices} x {content['device']['name']}", show_header=False)
+    rows = [("verdict", memory["verdict"].replace("_", " ")),
+            ("batch", f"{planned.step.micro_batch} micro-batch x {accumulation} accumulation x {num_devices} devices = "
+                      f"{config['memory']['global_batch_size']}"),
+            ("memory in use", f"{_range(memory['device_used_bytes'], GIB, 'GiB')}  of {_gib(content['device']['memory_bytes'])}"),
+            ("allocated at the peak", f"{_gib(memory['peak_allocated_bytes'])}  in phase {memory['peak_phase']}"),
+            ("reserved at the peak", _gib(memory["peak_reserved_bytes"])),
+            *((f"  {name.replace('_', ' ')}", _gib(size)) for name, size in memory["by_category"].items() if size >= GIB / 100),
+            ("step", _range(time["step_seconds"], 1e-3, "ms")),
+            ("images per second", _number(time["images_per_second"])),
+            ("MFU", "unknown" if time["mfu"] is None else f"{time['mfu']:.1%}"),
+            ("bound by", time["bound_by"] or "unknown"),
+            ("steps", f"{run['steps']:,}"),
+            ("hours", _range(run["hours"], 1, "h")),
+            ("device-hours", _number(run["device_hours"])),
+            *([("cost", _number(run["cost"]))] if run["cost"] is not None else []),
+            ("checkpoint file", _gib(content["disk"]["checkpoint_bytes"])),
+            ("run's folder", _gib(content["disk"]["run_bytes"])),
+            ("figures from", content["calibration"]["source"])]
+    for row in rows:
+        table.add_row(*row)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    for note in content["notes"]:
+        console.print(f"- {note}", markup=False)
+
+
+def print_fit_table(config: TrainConfig, device: Device) -> None:
+    """The largest micro-batch that fits, for every preset."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dit.terminal import progress_bar
+
+    columns = list(alternatives.toggled(config))
+    found: dict[str, list[str]] = {}
+    with progress_bar("tracing") as progress:
+        for model, _, micro_batch in alternatives.fit_table(config, device):
+            found.setdefault(model, []).append(str(micro_batch) if micro_batch else "-")
+            progress(sum(map(len, found.values())), len(PRESETS) * len(columns))
+    table = Table(title=f"largest micro-batch that fits on one {device.name} ({_gib(device.memory_bytes)})")
+    for name in ("model", *columns):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for model, cells in found.items():
+        table.add_row(model, *cells)
+    Console().print(table)
+
+
+def _status():
+    """Shown on a terminal while a step is traced: seconds the first time, nothing from the cache."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr).status("tracing the step")
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / GIB:.2f} GiB"
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.1f}"
+
+
+def _range(values: Mapping[str, float | None], unit: float, name: str) -> str:
+    if values["mid"] is None:
+        return "unknown"
+    low, mid, high = (f"{values[key] / unit:,.2f}" for key in ("low", "mid", "high"))
+    return f"{mid} {name} ({low} to {high})"
+
+
+if __name__ == "__main__":
+    run(main)
