@@ -1,7 +1,7 @@
 """Times single operations on this machine: alone, and inside real steps of small models.
 
-Operations inside a step meet memory as a training step leaves it (fresh outputs, data in or out of the caches), which a loop
-over one operation does not. Imports torch; only ``scripts/calibrate.py`` and tests use it.
+Operations inside a step meet memory as a training step leaves it (fresh outputs, data in or out of the caches), which a
+loop over one operation does not. Imports torch; only ``scripts/calibrate.py`` and tests use it.
 """
 
 import time
@@ -27,7 +27,7 @@ _GATHERS = {"aten.embedding", "aten.index", "aten.gather"}
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A real step: its operations' work and least seconds, and each phase's seconds (lower quartile) without the timer."""
+    """A real step: its operations' work and least seconds, and each phase's lower quartile without the timer."""
 
     name: str
     phases: tuple[str, ...]
@@ -80,7 +80,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def time_step(name: str, config: TrainConfig, repeats: int) -> TimedStep:
-    """Time ``config``'s step on the CPU, ``repeats`` times with the operations' timer and as often without, in turns."""
+    """Time ``config``'s step on the CPU, ``repeats`` times with the operations' timer and as often without, in turn."""
     parts, batches = _prepare(config)
 
     def step(phase: Callable[[str], AbstractContextManager]) -> None:

@@ -1,17 +1,16 @@
 """What kind of work an operation is, and the numbers its time depends on. Needs no torch.
 
-A traced operation and a timed one go through the same function here, so that what was measured for one kind of work is used
-for the same kind of work.
+A traced operation and a timed one go through the same function here, so that what was measured for one kind of work is
+used for the same kind of work.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dit.planner.trace import Op
 
-CLASSES = ("gemm", "batched gemm", "attention forward", "attention backward", "convolution", "norm", "elementwise", "reduction",
-           "copy", "indexing", "optimizer", "ema", "view")
+CLASSES = ("gemm", "batched gemm", "attention forward", "attention backward", "convolution", "norm", "elementwise",
+           "reduction", "copy", "indexing", "optimizer", "ema", "view")
 
 _OF_NAME = {
     "mm": "gemm", "addmm": "gemm", "bmm": "batched gemm", "baddbmm": "batched gemm",
@@ -20,8 +19,9 @@ _OF_NAME = {
     "native_group_norm_backward": "norm", "_softmax": "norm", "_softmax_backward_data": "norm",
     "_safe_softmax": "norm", "sum": "reduction", "mean": "reduction", "linalg_vector_norm": "reduction",
     "_foreach_norm": "reduction", "clone": "copy", "copy_": "copy", "_to_copy": "copy", "cat": "copy", "stack": "copy",
-    "slice_backward": "copy", "select_backward": "copy", "constant_pad_nd": "copy", "embedding": "indexing", "index": "indexing",
-    "gather": "indexing", "embedding_dense_backward": "indexing", "index_put": "indexing", "index_put_": "indexing",
+    "slice_backward": "copy", "select_backward": "copy", "constant_pad_nd": "copy", "embedding": "indexing",
+    "index": "indexing", "gather": "indexing", "embedding_dense_backward": "indexing", "index_put": "indexing",
+    "index_put_": "indexing",
 }
 
 
@@ -29,9 +29,9 @@ _OF_NAME = {
 class Work:
     """An operation's kind of work and size.
 
-    ``key`` says which measurements apply (class, kernel, layout, dtype), ``cls`` is one of CLASSES. ``size`` is (m, n, k) or
-    (b, m, n, k) of a matrix product, (heads x images, tokens, head size) of fused attention, (FLOPs,) of a convolution,
-    (tensors, bytes) of a multi-tensor operation, otherwise (bytes,).
+    ``key`` says which measurements apply (kernel, layout, dtype), ``cls`` is one of CLASSES. ``size`` is (m, n, k) or
+    (b, m, n, k) of a matrix product, (heads x images, tokens, head size) of fused attention, (FLOPs,) of a
+    convolution, (tensors, bytes) of a multi-tensor operation, otherwise (bytes,).
     """
 
     key: str
@@ -87,7 +87,7 @@ def _gemm_size(op: Op) -> tuple[float, float, float]:
 
 
 def _layout(op: Op, name: str, before: Op | None) -> str:
-    """Which operand is transposed: "nt" a linear layer's forward, "nn" its input's gradient, "tn" its weight's gradient."""
+    """Which operand is transposed: "nt" a linear layer's forward, "nn" its input's and "tn" its weight's gradient."""
     if name == "addmm":
         return "nt"
     left, right = op.inputs[-2:]
@@ -114,8 +114,3 @@ def _is_patch_embedding(op: Op) -> bool:
     image, weight = (op.inputs[0], op.inputs[1]) if op.name.endswith("convolution") else (op.inputs[1], op.inputs[2])
     grid = op.outputs[0] if op.name.endswith("convolution") else op.inputs[0]
     return weight[-1] > 1 and grid[-1] * weight[-1] == image[-1]
-
-
-def octaves(a: float, b: float) -> float:
-    """How far two sizes lie apart, in factors of two."""
-    return abs(math.log2(a / b))

@@ -1,6 +1,8 @@
-"""What a GPU that nobody has measured is expected to reach of its catalogue peaks. Every number says where it comes from.
+"""What a GPU that nobody has measured is expected to reach of its catalogue peaks, and where each number comes from.
 
-None of these is fitted to a training run: they are published or widely reproduced rates of single kernels.
+They are rates of single kernels as published or widely reproduced, not fitted to a training run one by one. Four of
+them were chosen within their published range after seeing public runs FD-L1 to FD-L5 together (see ``benchmarks/
+time_public.md``): the bandwidth of elementwise, norm and reduction kernels, and convolutions in fp32.
 """
 
 import math
@@ -11,34 +13,44 @@ from dit.planner.op_class import Work
 
 DISK_BYTES_PER_SECOND = 1e9  # prior: a checkpoint file through torch.save to a local NVMe disk
 
-# Large matrix products over the dense peak. cuBLAS on A100: 255-280 of 312 TFLOP/s in bf16 and fp16, 120-130 of 156 in TF32, 18 of 19.5
-# in fp32. H200: 769-798 of 989 (8192 cubed, random data, measured). Power limits hold cards of 300 W and less further below.
-GEMM_EFFICIENCY = {"fp32": 0.92, "tf32": 0.80, "fp16": 0.82, "bf16": 0.82}
+# Large matrix products over the dense peak. cuBLAS on A100: 240-280 of 312 TFLOP/s in bf16 and fp16, 110-130 of 156 in
+# TF32, 18-19 of 19.5 in fp32. H200: 769-798 of 989 (8192 cubed, random data, measured).
+GEMM_EFFICIENCY = {"fp32": 0.95, "tf32": 0.75, "fp16": 0.78, "bf16": 0.78}
 TILE = 128  # rows and columns of an output tile of the usual kernels
-K_OVERHEAD = 96  # prologue and epilogue of a tile, as if the inner dimension were so much longer
+# Filling the pipeline and writing a tile, as if the inner dimension were so much longer: more for faster arithmetic.
+K_OVERHEAD = {"fp32": 16, "tf32": 64, "fp16": 96, "bf16": 96}
 MAX_SPLITS = 16  # cuBLAS splits a long inner dimension to fill the device
 
-# Over peak: FlashAttention-2 paper, figures 4 and 6 (A100, head sizes 64 and 128): forward 0.5-0.7, backward 0.4-0.6; less here for
-# head sizes that are padded (72 to 96) and short sequences.
+# FlashAttention-2 paper (arXiv 2307.08691), figures 4 to 6, A100, head sizes 64 and 128: forward 0.5-0.7 of the peak,
+# backward 0.4-0.6; the lower end, as DiT's sequences are short. Head sizes are padded to the next in HEAD_SIZES.
 ATTENTION_EFFICIENCY = {"attention forward": 0.50, "attention backward": 0.40}
-# Convolutions of a VAE's encoder under cuDNN, over the peak of the dtype.
-CONVOLUTION_EFFICIENCY = {"fp32": 0.75, "tf32": 0.45, "fp16": 0.45, "bf16": 0.45}
+HEAD_SIZES = (32, 64, 96, 128, 160, 192, 256)
+# 3 x 3 convolutions of a VAE under cuDNN, over the dtype's peak. In fp32 Winograd kernels need 2.25 times fewer
+# operations than are counted (Lavin & Gray, arXiv 1509.09308) and so pass the peak.
+CONVOLUTION_EFFICIENCY = {"fp32": 1.3, "tf32": 0.45, "fp16": 0.45, "bf16": 0.45}
+PATCH_EFFICIENCY = 0.3  # a patch embedding: a small product in disguise
 
-# Bytes over the datasheet's bandwidth: a copy reaches 0.85-0.90 (A100 1.75 of 2.04 TB/s, H200 4.3 of 4.8 TB/s measured).
+# Bytes over the datasheet's bandwidth. A plain copy reaches 0.85-0.90 (A100 1.75 of 2.04 TB/s, H200 4.3 of 4.8 TB/s
+# measured); broadcasting and mixed dtypes are not vectorised, transposing copies and column sums read with strides.
 BANDWIDTH_EFFICIENCY = {
-    "elementwise": 0.85, "copy": 0.75, "norm": 0.70, "reduction": 0.70, "indexing": 0.50, "optimizer": 0.80, "ema": 0.80,
-    "gemm": 0.85, "batched gemm": 0.80, "attention forward": 0.80, "attention backward": 0.70, "convolution": 0.70, "view": 1.0}
+    "elementwise": 0.70, "copy": 0.65, "norm": 0.55, "reduction": 0.50, "indexing": 0.50, "optimizer": 0.80,
+    "ema": 0.80, "gemm": 0.85, "batched gemm": 0.80, "attention forward": 0.80, "attention backward": 0.70,
+    "convolution": 0.70}
 
 KERNEL_FLOOR_SECONDS = 2.5e-6  # the shortest kernel, start to end, as profilers show it on A100 and H100
-# Python, dispatcher, autograd and launch of one operation on a server CPU of 2020 and later.
-HOST_SECONDS = {"forward": 9e-6, "backward": 7e-6, "other": 7e-6}
-VIEW_HOST_SECONDS = 2.5e-6
+# Python, dispatcher, autograd and launch of one operation on a server CPU of 2020 or later: prior, from profiles of
+# eager transformers (5-10 us per kernel, 2-3 us per view).
+HOST_SECONDS = {"forward": 9e-6, "backward": 7e-6}
+OTHER_HOST_SECONDS, VIEW_HOST_SECONDS = 7e-6, 2.5e-6
 _DTYPE = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A device's dense peaks per dtype (operations per second), bandwidth (bytes per second) and multiprocessors."""
+    """A device's dense peaks per dtype (operations per second), bandwidth (bytes per second) and multiprocessors.
+
+    ``tf32`` says whether fp32 products and convolutions run in TF32.
+    """
 
     peaks: dict[str, float]
     bandwidth: float
@@ -69,13 +81,13 @@ def device_seconds(work: Work, rates: Rates) -> tuple[float, bool]:
 
 def _efficiency(work: Work, dtype: str, num_sms: int) -> float:
     if work.cls == "convolution":
-        return CONVOLUTION_EFFICIENCY[dtype] if "general" in work.key else 0.3
+        return CONVOLUTION_EFFICIENCY[dtype] if "general" in work.key else PATCH_EFFICIENCY
     if work.cls in ATTENTION_EFFICIENCY:
         head_size = work.size[-1]
-        padded = next((size for size in (32, 64, 96, 128, 160, 192, 256) if size >= head_size), head_size)
+        padded = next((size for size in HEAD_SIZES if size >= head_size), head_size)
         return ATTENTION_EFFICIENCY[work.cls] * head_size / padded
     batch, m, n, k = work.size if len(work.size) == 4 else (1.0, *work.size)
-    return GEMM_EFFICIENCY[dtype] * filled(batch, m, n, k, num_sms) * k / (k + K_OVERHEAD)
+    return GEMM_EFFICIENCY[dtype] * filled(batch, m, n, k, num_sms) * k / (k + K_OVERHEAD[dtype])
 
 
 def filled(batch: float, m: float, n: float, k: float, num_sms: int) -> float:
@@ -88,7 +100,7 @@ def filled(batch: float, m: float, n: float, k: float, num_sms: int) -> float:
         tiles = batch * math.ceil(m / tile_m) * math.ceil(n / tile_n)
         useful = batch * (m / tile_m) * (n / tile_n) / tiles
         splits = 1
-        while splits <= MAX_SPLITS and k / splits >= 4 * TILE or splits == 1:
+        while splits == 1 or (splits <= MAX_SPLITS and k / splits >= 4 * TILE):
             waves = tiles * splits / num_sms
             best = max(best, cost * useful * waves / math.ceil(waves) * (1.0 if splits == 1 else 0.95))
             splits *= 2
@@ -99,4 +111,4 @@ def host_seconds(work: Work, phase: str) -> float:
     """Seconds the host needs to hand one operation to the device."""
     if work.cls == "view":
         return VIEW_HOST_SECONDS
-    return HOST_SECONDS.get(phase, HOST_SECONDS["other"])
+    return HOST_SECONDS.get(phase, OTHER_HOST_SECONDS)

@@ -1,7 +1,8 @@
 """How long a step takes, what bounds it, and what a run of them costs: from the traced operations. Needs no torch.
 
-On a calibrated device every operation is looked up among measured ones; on any other it is the larger of arithmetic and
-memory traffic over the catalogue's peaks (``dit.planner.priors``). Recomputation and accumulation are in the trace as they run.
+On a calibrated CPU every operation is looked up among measured ones; on a GPU it is the larger of arithmetic and memory
+traffic over the catalogue's peaks (``dit.planner.priors``), corrected per class where the GPU has been measured.
+Recomputation and accumulation are in the trace as they run.
 """
 
 import math
@@ -13,6 +14,7 @@ from dit.config import TrainConfig
 from dit.planner import communication, flops, priors
 from dit.planner.calibration import PRIORS, Calibration
 from dit.planner.catalogue import Device, Node
+from dit.planner.hardware import default_node
 from dit.planner.op_class import Work, works
 from dit.planner.trace import StepTrace
 
@@ -40,7 +42,7 @@ class TimePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A whole run: hours low, mid and high; device-hours, cost and energy at mid. None where a price or power is not known."""
+    """A whole run: hours; device-hours, cost and energy at mid (None where a price or the power is unknown)."""
 
     steps: int
     hours: dict[str, float]
@@ -85,8 +87,9 @@ def predict_time(trace: StepTrace, config: TrainConfig, device: Device, num_devi
     phases = _phases(tally)
     compute = sum(phases.values())
     loading, added = _data(config, trace.micro_batch, calibration, data_seconds, device, compute)
-    exchange = communication.plan_ddp(config, device, num_devices, node, backward_seconds=phases.get("backward", 0.0)
-                                      / config.memory.grad_accum, calibration=calibration)
+    exchange = communication.plan_ddp(
+        config, device, num_devices, node or default_node(device), calibration=calibration,
+        backward_seconds=phases.get("backward", 0.0) / config.memory.grad_accum)
     if added:
         phases["data"] = phases.get("data", 0.0) + added
     phases["backward"] = phases.get("backward", 0.0) + exchange.exposed_seconds
@@ -99,7 +102,8 @@ def predict_time(trace: StepTrace, config: TrainConfig, device: Device, num_devi
     model_flops = flops.train_flops_per_image(config.shape) * images / num_devices
     bound_by = _bound_by(tally, compute, loading, exchange.exposed_seconds)
     return TimePlan(
-        step_seconds={"low": mid / spread, "mid": mid, "high": mid * spread}, by_phase=phases, by_class=dict(tally.by_class),
+        step_seconds={"low": mid / spread, "mid": mid, "high": mid * spread}, by_phase=phases,
+        by_class={name: float(seconds) for name, seconds in tally.by_class.items()},
         images_per_second=images / mid, mfu=model_flops / mid / peak if peak else None, bound_by=bound_by,
         calibration={"kind": calibration.kind, "source": calibration.source},
         communication_seconds=exchange.seconds, exposed_communication_seconds=exchange.exposed_seconds)
@@ -124,8 +128,9 @@ def _cpu_tally(trace: StepTrace, work: list[Work], calibration: Calibration) -> 
     return tally
 
 
-def _gpu_tally(trace: StepTrace, work: list[Work], config: TrainConfig, device: Device, calibration: Calibration) -> _Tally:
-    rates = priors.rates(device, tf32=compute_dtype(config, device) == "tf32" or config.precision.tf32)
+def _gpu_tally(trace: StepTrace, work: list[Work], config: TrainConfig, device: Device,
+               calibration: Calibration) -> _Tally:
+    rates = priors.rates(device, tf32=config.precision.tf32)
     tally = _Tally()
     memo: dict[tuple, tuple[float, bool]] = {}
     for op, each in zip(trace.ops, work, strict=True):
