@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from dit.planner.trace import COLUMNS, Events, Op, Recording, Trace
 
-FORMAT = 1
+FORMAT = 2
 _PACKAGE = Path(__file__).resolve().parents[1]
 # What a step is made of. Another helper module of dit does not change a trace.
 _SOURCES = ("codec.py", "config.py", "diffusion.py", "ema.py", "model.py", "optim.py", "step.py", "planner/emulation.py",
@@ -58,16 +59,11 @@ def load(request: dict[str, object], accumulation: int) -> Trace | None:
     try:
         with np.load(path) as data:
             meta = json.loads(data["meta"].tobytes())
-            columns = {name: data[name] for name in COLUMNS if name != "bytes"}
-            sequence = data["op_sequence"]
-            spans = tuple(map(tuple, meta["spans"]))
-            recordings = tuple(
-                Recording(micro_batch, Events({**columns, "bytes": data[f"bytes_{index}"]}, tuple(meta["modules"]), spans),
-                          tuple(map(_op, meta["ops"][index])), sequence)
-                for index, micro_batch in enumerate(meta["micro_batches"]))
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
+            events = Events({name: data[name] for name in COLUMNS}, tuple(meta["modules"]), tuple(map(tuple, meta["spans"])))
+            recording = Recording(meta["micro_batch"], events, tuple(map(_op, meta["ops"])), data["op_sequence"])
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
-    return Trace(request, recordings, accumulation)
+    return Trace(request, recording, accumulation)
 
 
 def _op(values: list) -> Op:
@@ -77,14 +73,12 @@ def _op(values: list) -> Op:
 
 def save(trace: Trace) -> None:
     """Keep a trace. A cache that cannot be written is no error: the next plan takes longer."""
-    events = trace.recordings[0].events
-    meta = {"micro_batches": [r.micro_batch for r in trace.recordings], "modules": events.modules, "spans": events.spans, "request": trace.request,
-            "ops": [[[getattr(op, f.name) for f in dataclasses.fields(Op)] for op in r.op_table] for r in trace.recordings]}
-    arrays = {name: column for name, column in events.columns.items() if name != "bytes"}
-    arrays |= {f"bytes_{index}": recording.events.bytes for index, recording in enumerate(trace.recordings)}
+    recording, events = trace.recording, trace.recording.events
+    meta = {"micro_batch": recording.micro_batch, "modules": events.modules, "spans": events.spans, "request": trace.request,
+            "ops": [[getattr(op, f.name) for f in dataclasses.fields(Op)] for op in recording.op_table]}
     buffer = io.BytesIO()
-    np.savez(buffer, meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8),
-             op_sequence=trace.recordings[0].op_sequence, **arrays)
+    np.savez(buffer, meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8), op_sequence=recording.op_sequence,
+             **events.columns)
     path = folder() / "traces" / f"{key(trace.request)}.npz"
     part = path.with_suffix(f".{os.getpid()}.part")
     try:

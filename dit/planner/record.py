@@ -198,7 +198,8 @@ class Recorder(TorchDispatchMode):
         outputs = [tensor for tensor in outputs if tensor.device.type == "meta"]
         if not inputs and not outputs:
             return
-        lists = [len(arg) for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
+        is_multi = "_foreach_" in name or "_fused_" in name
+        lists = [len(arg) for arg in args if is_multi and isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
         written = outputs or inputs[:max(lists, default=1)]  # _fused_adamw_ and the like return nothing
         is_view = is_view or (name == "aten.empty" or name == "aten.empty_like" or name == "aten.empty_strided")
         op = Op(name=name, phase=self.phase, module=self._starred(module), dtype=str((outputs or inputs)[0].dtype)[6:],

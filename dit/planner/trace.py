@@ -1,12 +1,12 @@
 """What one training step allocates and computes, for any micro-batch: the data that the planner works on.
 
 A :class:`Trace` holds the events (tensor bytes taken and given back) of three whole optimizer steps and the operations of one
-of them. Every size in it is affine in the micro-batch, ``base + slope * micro_batch``: two recordings of the real step
-(``dit.planner.record``) give the coefficients. Neither torch nor a GPU is needed to read one.
+of them. Every size in it is affine in the micro-batch, ``base + slope * micro_batch``, and one recording of the real step
+(``dit.planner.tracing``) gives both numbers. Neither torch nor a GPU is needed to read one.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -16,7 +16,9 @@ PHASES = ("build", "data", "encode", "forward", "backward", "optimizer", "ema", 
 CATEGORIES = ("parameters", "gradients", "optimizer", "ema", "activations", "temporaries", "cast_copies", "vae", "batch",
               "other")
 TRACED_STEPS = 3
-MICRO_BATCHES = (2, 3)  # what is recorded; from 2 on no dimension of the batch is 1
+SYMBOL = 2**31 - 1
+"""The micro-batch at which steps are recorded. Meta tensors take no memory, so it can be larger than any size that does not
+depend on the batch: whatever is recorded is then base + slope * SYMBOL with the base as remainder."""
 COLUMNS = {"tensor": np.int64, "bytes": np.int64, "phase": np.uint8, "category": np.uint8, "module": np.uint16,
            "step": np.uint8, "micro_step": np.uint8}
 
@@ -113,49 +115,31 @@ class Recording:
 
 @dataclass(frozen=True)
 class Trace:
-    """Recordings at two micro-batches (one, where the step is not affine in it), and what they were made of.
+    """A recording and what it was made of, to be read at any micro-batch where ``is_affine``, else at the recorded one.
 
-    ``request`` is the dictionary of everything the recording depended on. ``accumulation`` is the run's; recordings hold at most two
-    micro-steps, since the second, third and every later one are alike.
+    ``request`` is the dictionary of everything the recording depended on. ``accumulation`` is the run's; a recording holds
+    at most two micro-steps, since the second, third and every later one are alike.
     """
 
     request: dict[str, object]
-    recordings: tuple[Recording, ...]
+    recording: Recording
     accumulation: int = 1
-    _cache: dict[int, StepTrace] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_affine(self) -> bool:
-        """Whether :meth:`at` answers for every micro-batch, and not just the recorded one."""
-        return len(self.recordings) == 2
+        return self.recording.micro_batch == SYMBOL
 
     def at(self, micro_batch: int) -> StepTrace:
         """The trace at ``micro_batch``."""
-        if micro_batch not in self._cache:
-            for recording in self.recordings:
-                if recording.micro_batch == micro_batch:
-                    events, table = recording.events, recording.op_table
-                    break
-            else:
-                assert self.is_affine, f"recorded at micro-batch {self.recordings[0].micro_batch} only, not {micro_batch}"
-                events, table = self._events_at(micro_batch), self._op_table_at(micro_batch)
-            sequence = self.recordings[0].op_sequence
-            self._cache[micro_batch] = StepTrace(micro_batch, events, self._accumulated([table[i] for i in sequence]))
-        return self._cache[micro_batch]
-
-    def _events_at(self, micro_batch: int) -> Events:
-        low, high = self.recordings
-        steps = high.micro_batch - low.micro_batch
-        slope, remainder = np.divmod(high.events.bytes - low.events.bytes, steps)
-        assert not remainder.any(), "a tensor's size is not affine in the micro-batch"
-        size = low.events.bytes + slope * (micro_batch - low.micro_batch)
-        return Events({**low.events.columns, "bytes": size}, low.events.modules, low.events.spans)
-
-    def _op_table_at(self, micro_batch: int) -> list[Op]:
-        low, high = self.recordings
-        position = micro_batch - low.micro_batch
-        steps = high.micro_batch - low.micro_batch
-        return [_op_between(a, b, position, steps) for a, b in zip(low.op_table, high.op_table, strict=True)]
+        recording = self.recording
+        events, table = recording.events, recording.op_table
+        if self.is_affine:
+            slope, base = np.divmod(np.abs(events.bytes), SYMBOL)
+            size = np.sign(events.bytes) * (base + slope * micro_batch)
+            events = Events({**events.columns, "bytes": size}, events.modules, events.spans)
+            table = [_op_at(op, micro_batch) for op in table]
+        assert self.is_affine or recording.micro_batch == micro_batch, f"recorded at {recording.micro_batch} only"
+        return StepTrace(micro_batch, events, self._accumulated([table[index] for index in recording.op_sequence]))
 
     def _accumulated(self, ops: list[Op]) -> list[Op]:
         """Operations of all micro-steps: the second one recorded stands for every later one."""
@@ -167,33 +151,20 @@ class Trace:
         return ops[:last[-1] + 1] + repeated * extra + ops[last[-1] + 1:]
 
 
-def _op_between(low: Op, high: Op, position: int, steps: int) -> Op:
-    """The operation at ``low``'s micro-batch plus ``position``, from two whose micro-batches lie ``steps`` apart."""
-    if low == high:
-        return low
+def _op_at(op: Op, micro_batch: int) -> Op:
+    """An operation recorded at SYMBOL, at ``micro_batch``. Multi-tensor operations do not depend on it."""
+    if op.num_tensors > 1:
+        return op
 
-    def number(a: int, b: int) -> int:
-        slope, remainder = divmod(b - a, steps)
-        assert remainder == 0, f"{low.name}: {a} and {b} are not affine in the micro-batch"
-        return a + slope * position
+    def number(value: int) -> int:
+        slope, base = divmod(value, SYMBOL)
+        return base + slope * micro_batch
 
-    def shapes(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(map(number, one, other)) for one, other in zip(a, b, strict=True))
+    def shapes(recorded: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(map(number, shape)) for shape in recorded)
 
-    return Op(low.name, low.phase, low.module, low.dtype, shapes(low.inputs, high.inputs),
-              shapes(low.outputs, high.outputs), number(low.flops, high.flops),
-              number(low.bytes_read, high.bytes_read), number(low.bytes_written, high.bytes_written),
-              low.kind, low.step, low.micro_step, low.num_tensors, low.recomputed)
-
-
-def check_alike(low: Recording, high: Recording) -> None:
-    """Assert that two recordings differ in sizes alone, so that they may be joined into an affine trace."""
-    for name in COLUMNS:
-        if name != "bytes":
-            assert np.array_equal(low.events.columns[name], high.events.columns[name]), f"recordings differ in {name}"
-    assert np.array_equal(np.sign(low.events.bytes), np.sign(high.events.bytes)), "recordings differ in order"
-    assert low.events.spans == high.events.spans, "recordings differ in their phases"
-    assert np.array_equal(low.op_sequence, high.op_sequence), "recordings differ in their operations"
+    return Op(op.name, op.phase, op.module, op.dtype, shapes(op.inputs), shapes(op.outputs), number(op.flops),
+              number(op.bytes_read), number(op.bytes_written), op.kind, op.step, op.micro_step, op.num_tensors, op.recomputed)
 
 
 def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, attention: str, micro_batch: int,
@@ -208,11 +179,11 @@ def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, atte
     """
     from dit.planner import cache
 
-    recorded = MICRO_BATCHES if _is_affine(config, micro_batch) else (micro_batch,)
+    recorded = SYMBOL if _is_affine(config, micro_batch) else micro_batch
     request = {
-        "shape": asdict(config.shape), "image_hw": config.image_hw, "micro_batches": recorded,
+        "shape": asdict(config.shape), "image_hw": config.image_hw, "micro_batch": recorded,
         "vae": config.vae if config.encodes_in_loop else None,
-        "encode_chunk": config.data.encode_chunk if len(recorded) == 1 else 0,
+        "encode_chunk": config.data.encode_chunk if recorded != SYMBOL else 0,
         "checkpointed_blocks": config.checkpointed_blocks, "ema": config.optim.ema, "optimizer": config.optim.optimizer,
         "clips": config.optim.clip_grad > 0, "accumulates": config.memory.grad_accum > 1,
         "unfused": config.precision.attention == "math", "device_kind": device_kind, "dtype": dtype, "attention": attention,
@@ -221,11 +192,8 @@ def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, atte
     if found is None:
         from dit.planner.tracing import record
 
-        recordings = tuple(record(config, size, device_kind=device_kind, dtype=dtype, attention=attention)
-                           for size in recorded)
-        if len(recordings) == 2:
-            check_alike(*recordings)
-        found = Trace(request, recordings, config.memory.grad_accum)
+        recording = record(config, recorded, device_kind=device_kind, dtype=dtype, attention=attention)
+        found = Trace(request, recording, config.memory.grad_accum)
         if use_cache:
             cache.save(found)
     return found

@@ -70,13 +70,20 @@ def _label_parts(recorder: Recorder, parts: StepParts) -> None:
 
 def _batches(config: TrainConfig, micro_batch: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Micro-batches as ``dit.data`` makes them, on the host or (``device`` meta) where the step runs."""
-    shapes = {"x": (3, *config.image_hw) if config.encodes_in_loop else config.latent_shape, "noise": config.latent_shape}
+    shapes = {"x": (3, *config.image_hw) if config.encodes_in_loop else config.latent_shape, "noise": config.latent_shape,
+              "y": (), "t": (), "drop": ()}
     if config.encodes_in_loop:
         shapes["posterior_noise"] = config.latent_shape
-    labels = {"y": torch.int64, "t": torch.int64, "drop": torch.bool}
+    dtypes = {"y": torch.int64, "t": torch.int64, "drop": torch.bool}
+
+    def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+        dtype = dtypes.get(name, torch.float32)
+        if device.type == "meta":
+            return torch.empty(micro_batch, *shape, dtype=dtype, device=device)
+        return torch.zeros((), dtype=dtype).expand(micro_batch, *shape)  # no memory, however many images
+
     while True:
-        yield ({name: torch.empty(micro_batch, *shape, device=device) for name, shape in shapes.items()}
-               | {name: torch.empty(micro_batch, dtype=dtype, device=device) for name, dtype in labels.items()})
+        yield {name: tensor(name, shape) for name, shape in shapes.items()}
 
 
 def _phase(recorder: Recorder, parts: StepParts,
