@@ -15,9 +15,11 @@ def main(args: list[str]) -> int:
 
 def start(config: TrainConfig, ranks) -> int:
     """Open the run's folder, freeze the plan, train, and after a trial report. Returns the exit code."""
+    from dit.guards import Diverged
+    from dit.pulse import RankLost
+    from dit.relief import OutOfRoom
     from dit.report import print_table, write_report
     from dit.run_folder import Log, open_run
-    from dit.trainer import Diverged
     from dit.trial import device_facts, freeze_plan, run_trial
 
     folder = open_run(config, ranks)
@@ -28,10 +30,9 @@ def start(config: TrainConfig, ranks) -> int:
         heed(config, plan.content, say)
     try:
         outcome, result = run_trial(config, folder, ranks, device_facts(config, ranks), plan, say)
-    except Diverged as error:
-        if say:
-            say(f"stopped: {error}")
-        return 3
+    except (Diverged, OutOfRoom, RankLost) as error:
+        (say or print)(f"stopped: {error}")
+        return error.exit_code
     if result is not None:
         report = write_report(folder.path, plan.content, result)
         print_table(result)

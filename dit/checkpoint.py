@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import os
 import re
-import tempfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,34 +40,48 @@ def save(path: Path, state: dict[str, object]) -> None:
     Raises UsageError where the disk is full or read-only; what was there before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        flush(path.parent)
     except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as RuntimeError
-        Path(temporary).unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        temporary.unlink(missing_ok=True)
+        reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
         raise UsageError(f"could not write {path}: {reason}; earlier files are untouched") from None
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Wait until a file or a folder's list of names is on the disk; a missing one is passed over."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def prune(folder: Path, keep_last: int, keep_every: int) -> None:
-    """Delete old files: the newest ``keep_last`` stay (0: all), and each whose step is a multiple of ``keep_every``."""
-    for step in steps_in(folder)[:-keep_last] if keep_last else []:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes behind tensors, memory that several share counted once: the size of a file of them, but for its index."""
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def prune(folder: Path, newest: int, keep_last: int, keep_every: int) -> None:
+    """Delete old files: the ``keep_last`` up to step ``newest`` stay (0: all), and multiples of ``keep_every``.
+
+    A file beyond ``newest`` was found broken when the run was taken up; it counts for nothing and is left alone.
+    """
+    kept = [step for step in steps_in(folder) if step <= newest]
+    for step in kept[:-keep_last] if keep_last else []:
         if not (keep_every and step % keep_every == 0):
             path_of(folder, step).unlink(missing_ok=True)
     for leftover in folder.glob(".*.pt.*"):  # of a process that was killed while it saved
@@ -99,12 +112,15 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def load(path: str | Path) -> dict[str, object]:
-    """Read a checkpoint file into host memory, mapped and not copied. Raises UsageError for anything else."""
+def load(path: str | Path, is_checked: bool = False) -> dict[str, object]:
+    """Read a checkpoint file into host memory, mapped and not copied. Raises UsageError for anything else.
+
+    ``is_checked`` says that ``newest_valid`` has just read all of the file.
+    """
     path = Path(path)
     if path.is_dir():
         raise UsageError(f"{path}: is a folder; name one of its .pt files")
-    problem = defect(path)
+    problem = None if is_checked else defect(path)
     if problem is not None:
         raise UsageError(f"{path}: {problem}")
     try:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,7 @@ KEYS = ("step", "loss", "grad_norm", "lr", "step_seconds", "data_wait_seconds", 
         "images_per_second_per_device", "model_tflops_per_device", "mfu", "allocated_bytes", "peak_allocated_bytes",
         "peak_reserved_bytes", "device_used_bytes", "device_utilization", "loss_scale", "skipped")
 """Keys of a line of metrics.jsonl. A figure that was not measured is null."""
+_RATES = ("step_seconds", "images_per_second", "images_per_second_per_device", "model_tflops_per_device", "mfu")
 
 
 @dataclass(frozen=True)
@@ -148,22 +149,63 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """``metrics.jsonl``. On a resume, lines of steps that are about to be done again are dropped first."""
+    """``metrics.jsonl``. On a resume, lines of steps that are about to be done again are dropped first.
+
+    Raises UsageError where the disk is full or read-only.
+    """
 
     def __init__(self, path: Path, next_step: int):
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) < next_step]
-            temporary = path.with_name(".metrics.jsonl")
-            temporary.write_text("".join(line + "\n" for line in kept))
-            os.replace(temporary, path)
-        self._file = open(path, "a")  # noqa: SIM115 - open as long as the run
+        self._path = path
+        try:
+            if path.exists():
+                os.truncate(path, _end_of(path, next_step))
+            self._file = open(path, "a")  # noqa: SIM115 - open as long as the run
+        except OSError as error:
+            raise UsageError(f"could not write {path}: {error.strerror}") from None
 
     def write(self, records: list[dict[str, object]]) -> None:
-        self._file.write("".join(json.dumps(record) + "\n" for record in records))
-        self._file.flush()
+        try:
+            self._file.write("".join(json.dumps(record) + "\n" for record in records))
+            self._file.flush()
+        except OSError as error:
+            raise UsageError(f"could not write {self._path}: {error.strerror}; checkpoint files are whole") from None
 
     def close(self) -> None:
         self._file.close()
+
+
+def _lines_from_the_end(path: Path) -> Iterator[tuple[int, str]]:
+    """(offset, text) of every line, the last one first, without reading what is not asked for."""
+    with open(path, "rb") as file:
+        end, rest = file.seek(0, os.SEEK_END), b""
+        while end or rest:
+            start = max(0, end - 2**16)
+            file.seek(start)
+            block, end = file.read(end - start) + rest, start
+            *complete, rest = reversed(block.splitlines(keepends=True))
+            offset = start + len(block)
+            for line in complete if start else [*complete, rest]:
+                offset -= len(line)
+                yield offset, line.decode(errors="replace")
+            rest = rest if start else b""
+
+
+def _end_of(path: Path, next_step: int) -> int:
+    """Bytes of a metrics.jsonl up to the line before step ``next_step``; steps ascend, a crash may cut the last one."""
+    for offset, line in _lines_from_the_end(path):
+        if line.endswith("\n") and _step_of(line) < next_step:
+            return offset + len(line.encode())
+    return 0
+
+
+def records_since(path: Path, step: int) -> list[dict[str, object]]:
+    """Records from ``step`` on, to be shown with later ones: their times are another session's and left out."""
+    found = []
+    for _, line in _lines_from_the_end(path) if path.exists() else ():
+        if _step_of(line) < step:
+            break
+        found.append({**json.loads(line), **dict.fromkeys(_RATES)})
+    return found[::-1]
 
 
 def _step_of(line: str) -> float:
@@ -180,12 +222,23 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
 
 
 class Console:
-    """One line per report: the mean loss, the speed, the memory, and the time that is left."""
+    """One line every ``every`` steps: the mean loss, the speed, the memory, and the time that is left.
 
-    def __init__(self, say: Callable[[str], None], total_steps: int):
-        self._say, self._total, self._seconds = say, total_steps, []
+    ``window`` are the steps since the last such line, where the session before ended between two.
+    """
+
+    def __init__(self, say: Callable[[str], None], total_steps: int, every: int = 1,
+                 window: Iterable[dict[str, object]] = ()):
+        self._say, self._total, self._every, self._window, self._seconds = say, total_steps, every, list(window), []
 
     def write(self, records: list[dict[str, object]]) -> None:
+        self._window += records
+        done = self._window[-1]["step"] + 1
+        if done % self._every == 0 or done == self._total:
+            self._line()
+
+    def _line(self) -> None:
+        records, self._window = self._window, []
         timed = [record["step_seconds"] for record in records if record["step_seconds"]]
         self._seconds = (self._seconds + timed)[-500:]
         last = records[-1]
@@ -210,7 +263,8 @@ class Console:
         self._say("  ".join(parts))
 
     def close(self) -> None:
-        pass
+        if self._window:
+            self._line()
 
 
 def _mean(records: Iterable[dict[str, object]], key: str, form: str) -> str:

@@ -49,8 +49,19 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def gather(self, value: object) -> list[object]:
+        """Every rank's picklable ``value``, by rank, on every rank. A collective."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def on_main(self, work: Callable[[], Result]) -> Result:
-        """Do ``work`` on rank 0 alone; return its (picklable) result, or raise its UsageError, on every rank."""
+        """Do ``work`` on rank 0 alone; return its (picklable) result on every rank.
+
+        Its UsageError ends every rank: rank 0 raises it, the others leave with the same exit code and say nothing.
+        """
         if self.world_size == 1:
             return work()
         outcome = None
@@ -61,7 +72,7 @@ class Ranks:
                 outcome = None, str(error)
         value, mistake = self.broadcast(outcome)
         if mistake is not None:
-            raise UsageError(mistake)
+            raise UsageError(mistake) if self.is_main else SystemExit(2)
         return value
 
     def barrier(self) -> None:

@@ -1,5 +1,6 @@
 """A run is a folder that explains itself: its name, its settings, its environment, its lock."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -7,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,9 +20,11 @@ from dit.config_files import from_tree
 from dit.parallel import Ranks
 
 FIXED_AT_RESUME = ("model", "image_size", "num_classes", "depth", "hidden_size", "num_heads", "patch_size",
-                   "class_dropout_prob", "learn_sigma", "data", "data_path", "vae", "classes_file", "augment", "flip",
-                   "global_seed", "global_batch_size", "ema", "optimizer")
-"""Settings that a run keeps for its whole life: another value would make it another run."""
+                   "learn_sigma", "data", "classes_file", "global_seed", "ema")
+"""Settings that a run keeps for its whole life: with another value its weights, its labels or its positions in the data
+would mean something else."""
+HARMLESS_AT_RESUME = ("data_path", "vae", "augment", "flip", "class_dropout_prob", "global_batch_size", "optimizer")
+"""Settings with which a run can be continued as another one, if that is what its user wants (--resume-anyway)."""
 _PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "numpy", "safetensors")
 
 
@@ -35,10 +39,13 @@ class RunFolder:
         self.plan = path / "plan.json"
 
     def lock(self) -> None:
-        """Keep a second job out of this folder. The lock ends with the process, however it ends. Raises UsageError."""
+        """Keep a second job out of this folder. The lock ends with the process, however it ends. Raises UsageError.
+
+        A record lock, which children do not inherit: loader workers outlive a killed trainer by some seconds.
+        """
         self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - held until the process ends
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
@@ -48,11 +55,15 @@ class RunFolder:
         self._lock.flush()
 
     def write_json(self, name: str, content: object) -> None:
-        """Write a JSON file whole or not at all."""
+        """Write a JSON file whole or not at all. Raises UsageError where the disk is full or read-only."""
         path = self.path / name
         temporary = path.with_name(f".{name}.{os.getpid()}")
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UsageError(f"could not write {path}: {error.strerror}") from None
 
     def saved_config(self) -> TrainConfig | None:
         """The settings this run was started with, or None for a new folder."""
@@ -66,14 +77,14 @@ class RunFolder:
 
 
 class Log:
-    """Prints a line, and keeps it with its time in log.txt."""
+    """Prints a line, and keeps it with its time in log.txt, if the disk lets it: a full one must not hide a message."""
 
     def __init__(self, folder: RunFolder):
         self._path = folder.path / "log.txt"
 
     def __call__(self, line: str) -> None:
         print(line, flush=True)
-        with open(self._path, "a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
             file.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {line}\n")
 
 
@@ -118,14 +129,24 @@ def _next_name(results: Path, model_name: str) -> Path:
 
 def check_resumable(config: TrainConfig, saved: TrainConfig, run_dir: Path) -> None:
     """Raise UsageError, both values side by side, if a run would be continued as another run."""
-    differing = []
-    for name in FIXED_AT_RESUME:
-        was, now = (getattr(getattr(each, SECTION_OF[name]), name) for each in (saved, config))
-        if was != now:
-            differing.append(f"{flag(name)} was {was}, now {now}")
-    if differing:
-        raise UsageError(f"--run-dir {run_dir} holds another run: {'; '.join(differing)}. "
+    fixed, harmless = (_differences(config, saved, names) for names in (FIXED_AT_RESUME, HARMLESS_AT_RESUME))
+    if fixed:
+        raise UsageError(f"--run-dir {run_dir} holds another run: {'; '.join(fixed + harmless)}. "
                          "Give the same settings, or another folder")
+    if harmless and not config.run.resume_anyway:
+        raise UsageError(f"--run-dir {run_dir} holds another run: {'; '.join(harmless)}. "
+                         "Give the same settings, or another folder, or --resume-anyway")
+
+
+def _differences(config: TrainConfig, saved: TrainConfig, names: Iterable[str]) -> list[str]:
+    pairs = [(name, *(getattr(getattr(each, SECTION_OF[name]), name) for each in (saved, config))) for name in names]
+    return [f"{flag(name)} was {was}, now {now}" for name, was, now in pairs if was != now]
+
+
+def changed_settings(config: TrainConfig, saved: TrainConfig | None) -> list[str]:
+    """What differs from the settings a run was last started with, as lines to say; nothing for a new run."""
+    names = [name for name in SECTION_OF if name not in ("run_dir", "results_dir", "resume_anyway")]
+    return _differences(config, saved, names) if saved is not None else []
 
 
 def environment(device: torch.device, world_size: int) -> dict[str, object]:

@@ -1,8 +1,7 @@
 """The training loop: it reads downwards and has one exit. Report, save, leave, step."""
 
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,23 +13,24 @@ from dit import checkpoint
 from dit.codec import build_codec
 from dit.config import TrainConfig
 from dit.config_files import to_tree
-from dit.data import build_dataset, micro_batches
+from dit.data import PositionDataset, build_dataset, micro_batches
 from dit.ema import warmed_up_decay
-from dit.metrics import Console, DeviceFacts, JsonLines, StepMeter, Tracker, duration
-from dit.metrics_memory import MemoryWatch
+from dit.guards import BadSteps, Diverged, diagnosis
+from dit.interruption import Interruption
+from dit.metrics import Console, DeviceFacts, JsonLines, StepMeter, Tracker, records_since
+from dit.metrics_memory import Memory, MemoryWatch
 from dit.optim import learning_rate
 from dit.parallel import Ranks, StopVote, wrap_ddp
 from dit.precision import resolve
 from dit.preview import Preview
-from dit.run_folder import RunFolder, device_name, environment
-from dit.step import StepParts, build_parts, train_step
+from dit.pulse import Pulse
+from dit.relief import Forecast, Relief, adapted
+from dit.run_folder import RunFolder, changed_settings, device_name, environment
+from dit.saving import Saver, resume
+from dit.step import StepParts, StepResult, build_parts, no_phase, train_step
 
 WATCHED_STEPS = 3
 """The memory of the first steps of every session is watched phase by phase, and then that of one step per report."""
-
-
-class Diverged(RuntimeError):
-    """Too many steps in a row had a loss or gradient that is not finite. The message says where and what is left."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,24 @@ class Outcome:
     peak_by_phase: dict[str, int]
 
 
-class Interruption:
-    """SIGINT, SIGTERM and SIGUSR1 ask the loop to save and leave; a second SIGINT ends the process at once."""
+class Feed:
+    """This rank's micro-batches, from any step and in any portions, and the seconds the loop has waited for them."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    def __init__(self, config: TrainConfig, dataset: PositionDataset, ranks: Ranks):
+        self._open = partial(micro_batches, dataset, global_batch=config.memory.global_batch_size, rank=ranks.rank,
+                             world_size=ranks.world_size)
+        self._num_workers, self._pin_memory = config.data.num_workers, ranks.device.type == "cuda"
+        self._batches, self._waited = None, 0.0
 
-    def __enter__(self) -> "Interruption":
-        self.signal_number: int | None = None
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
-        return self
+    def start(self, step: int, accumulation: int) -> None:
+        """The next micro-batch is the first of ``step``."""
+        self.close()
+        self._batches = self._open(start_step=step, accumulation=accumulation, num_workers=self._num_workers,
+                                   pin_memory=self._pin_memory)
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: object) -> None:
-        if number == signal.SIGINT and self.signal_number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal_number = number
-
-
-class TimedBatches:
-    """The micro-batches, and the seconds this process has waited for them since last asked."""
-
-    def __init__(self, batches: Iterator[dict[str, Tensor]]):
-        self._batches, self._waited = batches, 0.0
+    def again(self, step: int, accumulation: int):
+        """The micro-batches from ``step`` on a second time, read in this process."""
+        return self._open(start_step=step, accumulation=accumulation)
 
     def __next__(self) -> dict[str, Tensor]:
         start = time.perf_counter()
@@ -83,66 +76,96 @@ class TimedBatches:
         waited, self._waited = self._waited, 0.0
         return waited
 
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
 
-def train(config: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFacts,
-          say: Callable[[str], None]) -> Outcome:
+
+def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFacts, say: Callable[[str], None],
+          forecast: Callable[[TrainConfig], Forecast] | None = None) -> Outcome:
     """Train until the configured number of steps or a signal asks to leave; continue where the folder holds a run.
 
-    ``say`` takes the lines people read; it is called on the main rank only. Raises UsageError for what the user can
-    mend and Diverged when the numbers have gone wrong.
+    ``say`` takes the lines people read; it is called on the main rank only. ``forecast`` is the planner's word on other
+    settings, for when memory runs out. Raises UsageError for what the user can mend, Diverged when the numbers have
+    gone wrong, OutOfRoom when memory has run out and RankLost when another process has died.
     """
+    config = adapted(asked, folder, ranks, say)
     precision = resolve(config, ranks.device)
     dataset = build_dataset(config)
     codec = build_codec(config.vae if config.encodes_in_loop else "none", device=ranks.device,
                         chunk=config.data.encode_chunk)
     torch.manual_seed(config.run.global_seed)
     parts = build_parts(config, ranks.device, codec, precision, wrap=lambda model: _wrap(model, config, ranks))
-    total = config.total_steps(len(dataset))
-    step = first = _resume(config, folder, ranks, parts, say)
+    total, bad = config.total_steps(len(dataset)), BadSteps(config.optim, precision.scaler.is_enabled())
+    step, bad.in_a_row = resume(folder, ranks, parts, say)
+    first, saver, vote = step, Saver(config, folder, ranks, parts, say), StopVote(ranks)
     if ranks.is_main:
-        _introduce(config, folder, ranks, parts, say, step, total)
-    accumulation, meter = config.memory.grad_accum, StepMeter(ranks, config.memory.global_batch_size, facts)
-    loader = micro_batches(dataset, start_step=step, global_batch=config.memory.global_batch_size,
-                           accumulation=accumulation, rank=ranks.rank, world_size=ranks.world_size,
-                           num_workers=config.data.num_workers, pin_memory=ranks.device.type == "cuda")
-    batches, vote, watch, bad_steps = TimedBatches(loader), StopVote(ranks), MemoryWatch(ranks.device), 0
+        _introduce(asked, config, folder, ranks, parts, say, step, total)
+    saver.check_room()
+    feed, watch = Feed(config, dataset, ranks), MemoryWatch(ranks.device)
+    pulse = Pulse(ranks, config.run.rank_timeout, saver.finish)
+    relief = Relief(asked, config, folder, ranks, parts, pulse, feed, say, forecast)
     sinks = _sinks(config, folder, ranks, say, step, total)
     preview = Preview(config, folder, parts) if config.run.sample_every and ranks.is_main else None
-    leaving = step >= total
-    with Interruption() as interruption:
-        meter.resume()
+    feed.start(step, config.memory.grad_accum)
+    meter, leaving = StepMeter(ranks, config.memory.global_batch_size, facts), step >= total
+    with Interruption() as interruption, pulse:
         while True:
-            if leaving or step % config.run.log_every == 0:
+            saver.poll()
+            saves = step > first and (leaving or step % config.run.ckpt_every == 0)
+            if saves or leaving or step % config.run.log_every == 0:
+                pulse.mark(step, "report")
                 records = meter.report()
+                bad.see(records)
                 for sink in sinks if records else ():
                     sink.write(records)
-                bad_steps = _count_bad(records, bad_steps)
-            if step > first and (leaving or step % config.run.ckpt_every == 0):
-                _save(config, folder, ranks, parts, step, say)
+            if saves:
+                pulse.mark(step, "save")
+                saver.save(step, bad.in_a_row)
                 meter.resume()
-            if preview is not None and step > first and step % config.run.sample_every == 0:
-                say(f"samples: {preview(step)}")
+            if config.run.sample_every and step > first and step % config.run.sample_every == 0:
+                pulse.mark(step, "sample")
+                if preview is not None:
+                    say(f"samples: {preview(step)}")
                 meter.resume()
-            if bad_steps >= config.optim.max_bad_steps:
-                raise Diverged(_diagnosis(step, bad_steps, folder))
+            if bad.verdict:
+                accumulation = relief.config.memory.grad_accum
+                text = diagnosis(bad.verdict, parts, feed.again(bad.last, accumulation), accumulation, ranks,
+                                 folder.checkpoints)
+                raise Diverged(text) if ranks.is_main else SystemExit(Diverged.exit_code)
             if leaving:
                 break
             lr, decay = learning_rate(config.optim, step), warmed_up_decay(config.optim.ema_decay, step)
-            take_step = partial(train_step, parts, batches, accumulation, lr=lr, ema_decay=decay)
-            if step - first < WATCHED_STEPS or step % config.run.log_every == 0:
-                result, memory = watch.run(lambda phase, take_step=take_step: take_step(phase=phase))
-            else:
-                result, memory = take_step(), None
-            meter.add(step, result, lr=lr, data_wait_seconds=batches.take_wait(), memory=memory,
+            watched = step - first < WATCHED_STEPS or step % config.run.log_every == 0
+            result, memory = relief(partial(_take_step, parts, feed, step, lr, decay, pulse, saver,
+                                            watch if watched else None))
+            meter.add(step, result, lr=lr, data_wait_seconds=feed.take_wait(), memory=memory,
                       timed=memory is None or ranks.device.type == "cuda")
             step += 1
+            pulse.mark(step, "vote")
             leaving = vote(interruption.signal_number is not None) or step >= total
-    vote.close()
-    loader.close()
+        vote.close()
+        ranks.barrier()  # nobody is watched for a sign of life any more when the first one goes
+    feed.close()
+    saver.wait()
     for sink in sinks:
         sink.close()
     return Outcome(step, total, interruption.signal_number, checkpoint.path_of(folder.checkpoints, step),
                    watch.peak_by_phase)
+
+
+def _take_step(parts: StepParts, feed: Feed, step: int, lr: float, decay: float, pulse: Pulse, saver: Saver,
+               watch: MemoryWatch | None, accumulation: int) -> tuple[StepResult, Memory | None]:
+    """One optimizer step and, where it is watched, its memory."""
+    def take(inner) -> StepResult:
+        return train_step(parts, feed, accumulation, lr=lr, ema_decay=decay,
+                          phase=saver.observe(pulse.observe(step, inner)))
+
+    if watch is None:
+        return take(no_phase), None
+    if parts.device.type == "cpu":
+        saver.finish()  # its copies are tensors on the CPU too, which the watch would count
+    return watch.run(take)
 
 
 def _wrap(model: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
@@ -153,7 +176,8 @@ def _wrap(model: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
 def _sinks(config: TrainConfig, folder: RunFolder, ranks: Ranks, say: Callable[[str], None], step: int, total: int):
     if not ranks.is_main:
         return []
-    sinks = [JsonLines(folder.metrics, step), Console(say, total)]
+    lines, every = JsonLines(folder.metrics, step), config.run.log_every
+    sinks = [lines, Console(say, total, every, records_since(folder.metrics, step - step % every))]
     if config.run.tracker != "none":
         settings = {f"{section}.{key}": value for section, table in to_tree(config).items()
                     for key, value in table.items()}
@@ -161,52 +185,14 @@ def _sinks(config: TrainConfig, folder: RunFolder, ranks: Ranks, say: Callable[[
     return sinks
 
 
-# ---- saving and continuing ----
-
-def _save(config: TrainConfig, folder: RunFolder, ranks: Ranks, parts: StepParts, step: int, say) -> None:
-    """Write the checkpoint file of ``step`` on the main rank; the others do not wait for it."""
-    if not ranks.is_main:
-        return
-    start = time.perf_counter()
-    path = checkpoint.path_of(folder.checkpoints, step)
-    checkpoint.save(path, state_of(config, parts, step))
-    checkpoint.prune(folder.checkpoints, config.run.keep_last, config.run.keep_every)
-    say(f"saved {path}  {path.stat().st_size / 2**30:.2f} GiB in {duration(time.perf_counter() - start)}")
-
-
-def state_of(config: TrainConfig, parts: StepParts, step: int) -> dict[str, object]:
-    """Everything a run needs to go on, under the names of the official format and a few of our own."""
-    model = parts.model.state_dict()
-    state = {"model": model, "opt": parts.optimizer.state_dict(), "scaler": parts.precision.scaler.state_dict(),
-             "step": step, "config": to_tree(config), "shape": checkpoint.shape_tree(config.shape)}
-    if parts.ema is not None:
-        state["ema"] = {**model, **parts.ema.state_dict()}
-    return state
-
-
-def _resume(config: TrainConfig, folder: RunFolder, ranks: Ranks, parts: StepParts, say) -> int:
-    """Load the newest valid checkpoint file, if any. Returns the number of steps already done."""
-    path, skipped = ranks.broadcast(checkpoint.newest_valid(folder.checkpoints) if ranks.is_main else None)
-    for line in skipped if ranks.is_main else ():
-        say(line)
-    if path is None:
-        return 0
-    state = checkpoint.load(path)
-    checkpoint.load_weights(parts.model, state["model"], str(path))
-    checkpoint.load_optimizer(parts.optimizer, state["opt"])
-    if parts.ema is not None:
-        parts.ema.load_state_dict(state["ema"])
-    if state.get("scaler"):
-        parts.precision.scaler.load_state_dict(state["scaler"])
-    return state["step"]
-
-
 # ---- what people read ----
 
-def _introduce(config: TrainConfig, folder: RunFolder, ranks: Ranks, parts: StepParts, say, step: int,
-               total: int) -> None:
+def _introduce(asked: TrainConfig, config: TrainConfig, folder: RunFolder, ranks: Ranks, parts: StepParts, say,
+               step: int, total: int) -> None:
     """Write config.json and environment.json, and say what takes effect and how far the run is."""
-    folder.write_json("config.json", to_tree(config))
+    for line in changed_settings(asked, folder.saved_config()):
+        say(f"changed since the last session: {line}")
+    folder.write_json("config.json", to_tree(asked))
     folder.write_json("environment.json", environment(ranks.device, ranks.world_size))
     micro, accumulation = config.micro_batch(ranks.world_size), config.memory.grad_accum
     parameters = sum(parameter.numel() for parameter in parts.model.parameters())
@@ -221,19 +207,4 @@ def _introduce(config: TrainConfig, folder: RunFolder, ranks: Ranks, parts: Step
         f"loss scaling {'on' if parts.precision.scaler.is_enabled() else 'off'}")
     say(f"micro-batch {micro} x accumulation {accumulation} x {ranks.world_size} devices = "
         f"global batch {config.memory.global_batch_size}")
-    say(f"step {step} of {total}, {total - step} to go")
-
-
-def _count_bad(records: list[dict[str, object]], bad_steps: int) -> int:
-    """Steps skipped in a row up to the last of ``records``."""
-    for record in records:
-        bad_steps = bad_steps + 1 if record["skipped"] or record["loss"] is None else 0
-    return bad_steps
-
-
-def _diagnosis(step: int, bad_steps: int, folder: RunFolder) -> str:
-    path, _ = checkpoint.newest_valid(folder.checkpoints)
-    left = f"the last good file is {path}" if path else "no checkpoint file had been written"
-    first = step - bad_steps
-    return (f"steps {first} to {step - 1} had a loss or gradient that is not finite; they were skipped and the weights "
-            f"are those of step {first}; {left}. Try a lower --lr, --clip-grad 1 or --amp-dtype bf16")
+    say(f"step {step} of {total}, {max(0, total - step)} to go")

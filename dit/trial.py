@@ -17,6 +17,7 @@ from dit.metrics import DeviceFacts, read_metrics
 from dit.parallel import Ranks
 from dit.planner import compare, flops, hardware
 from dit.precision import resolve
+from dit.relief import Forecast
 from dit.run_folder import RunFolder, device_name
 from dit.trainer import Outcome, train
 
@@ -63,13 +64,19 @@ def device_facts(config: TrainConfig, ranks: Ranks) -> DeviceFacts:
     return DeviceFacts(flops.train_flops_per_image(config.shape), peaks[dtype])
 
 
+def forecast(config: TrainConfig, ranks: Ranks) -> Forecast:
+    """The planned memory of settings on the present device."""
+    memory = planner.plan(replace(config, trial=False), present_device(ranks), ranks.world_size).to_dict()["memory"]
+    return Forecast(memory["peak_allocated_bytes"], memory["verdict"] == "fits")
+
+
 def run_trial(config: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFacts, plan: FrozenPlan | None,
               say: Callable[[str], None]) -> tuple[Outcome, dict | None]:
     """Train and, if this is a trial, compare.
 
     Returns the training's outcome and, on the main rank of a trial that was not interrupted, the content of trial.json.
     """
-    outcome = train(config, folder, ranks, facts, say)
+    outcome = train(config, folder, ranks, facts, say, lambda other: forecast(other, ranks))
     if not config.trial.trial or outcome.step < outcome.total_steps or not ranks.is_main:
         return outcome, None
     result = judge(config, folder, plan, outcome)
