@@ -18,8 +18,10 @@ from dit.config_files import load_toml
 def train_config(args: Sequence[str], *, prog: str) -> TrainConfig:
     """The settings of ``train.py``'s command line: ``--config FILE`` first, flags over it, validated."""
     path, rest = take_flag(args, "--config")
-    config = parse_flags(TrainConfig, rest, load_toml(path) if path else TrainConfig(), prog=prog)
-    return settle(config)
+    config = settle(parse_flags(TrainConfig, rest, load_toml(path) if path else TrainConfig(), prog=prog))
+    if config.data.data in ("folder", "latents") and not config.data.data_path:  # a plan can do without
+        raise UsageError(f"--data {config.data.data} needs --data-path (or try --config configs/digits.toml)")
+    return config
 
 
 def settle(config: TrainConfig) -> TrainConfig:

@@ -16,7 +16,7 @@ TITLES = {
     "device_used_bytes": "memory in use on the device", "step_seconds": "time per step",
     "images_per_second": "images per second", "checkpoint_bytes": "checkpoint file", "mfu": "MFU",
 }
-_COLUMNS = ("quantity", "predicted", "low", "high", "measured", "measured / predicted", "within")
+_COLUMNS = ("quantity", "predicted", "low", "high", "measured", "ratio", "within")
 
 
 def show(value: float | None, unit: str) -> str:
@@ -51,10 +51,10 @@ def print_table(result: dict) -> None:
 
     table = Table(title=f"trial of {result['steps']} steps, {result['warmup_steps']} of warm-up left out of the timing")
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "quantity" else "right")
+        table.add_column(column, justify="left" if column == "quantity" else "right", no_wrap=True)
     for texts in table_rows(result["rows"]):
         table.add_row(*texts, style="red" if texts[-1] == "NO" else None)
-    console = Console()
+    console = Console(width=max(100, Console().width))  # a log file has no width of its own
     console.print(table)
     console.print(f"verdict: {result['verdict'].upper()}  {verdict_sentence(result)}", soft_wrap=True)
 

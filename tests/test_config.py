@@ -72,7 +72,6 @@ def test_rectangles_unlabelled_and_pixel_space_shapes():
     ({"ckpt": True, "ckpt_blocks": 29}, ["--ckpt-blocks 29", "28 blocks"]),
     ({"amp_dtype": "bf16"}, ["--amp-dtype bf16", "--amp"]),
     ({"encode_chunk": 4}, ["--encode-chunk 4", "no effect"]),
-    ({"data": "folder"}, ["--data folder", "--data-path"]),
     ({"data_path": "x"}, ["--data-path x", "no effect"]),
     ({"data": "digits"}, ["--data digits", "8x8"]),
     ({"data": "digits", "image_size": 8, "model": "DiT-S/2", "num_classes": 11}, ["--num-classes 11", "10"]),
@@ -107,6 +106,12 @@ def test_a_mistake_in_a_file_names_file_and_key(tmp_path, text, words):
 def test_a_missing_file_is_named():
     with pytest.raises(UsageError, match="nowhere.toml.*No such file"):
         load_toml("nowhere.toml")
+
+
+def test_training_needs_a_data_path_and_planning_does_not():
+    with pytest.raises(UsageError, match="--data folder needs --data-path"):
+        train_config([], prog="train.py")
+    assert settle(TrainConfig()).encodes_in_loop
 
 
 @pytest.mark.parametrize(("args", "words"), [
