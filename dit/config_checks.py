@@ -85,8 +85,6 @@ def _check_toggles(config: TrainConfig) -> None:
         raise UsageError(f"--amp-dtype {precision.amp_dtype} has no effect without --amp")
     if data.encode_chunk and not config.encodes_in_loop:
         raise UsageError(f"--encode-chunk {data.encode_chunk} has no effect: no VAE runs in the loop here")
-    if data.data in ("folder", "latents") and not data.data_path:
-        raise UsageError(f"--data {data.data} needs --data-path (or try --config configs/digits.toml)")
     if data.data in ("digits", "synthetic") and data.data_path:
         raise UsageError(f"--data-path {data.data_path} has no effect with --data {data.data}; use --data folder")
     if config.trial.trial and config.trial.plan == "off":
