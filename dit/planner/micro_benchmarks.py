@@ -6,7 +6,7 @@ loop over one operation does not. Imports torch; only ``scripts/calibrate.py`` a
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from dit.config import TrainConfig, replace
 from dit.planner.op_class import Work, works
 from dit.planner.trace import Op
 from dit.precision import resolve
-from dit.step import StepParts, build_parts, train_step
+from dit.step import StepParts, build_parts, no_phase, train_step
 
 _GATHERS = {"aten.embedding", "aten.index", "aten.gather"}
 
@@ -80,12 +80,8 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def time_step(name: str, config: TrainConfig, repeats: int) -> TimedStep:
-    """Time ``config``'s step on the CPU, ``repeats`` times with the operations' timer and as often without, in turn."""
-    parts, batches = _prepare(config)
-
-    def step(phase: Callable[[str], AbstractContextManager]) -> None:
-        train_step(parts, batches, config.memory.grad_accum, lr=1e-4, ema_decay=0.99, phase=phase)
-
+    """Time ``config``'s step on the CPU, ``repeats`` times with the operations' timer and as often without."""
+    step = stepper(config)
     _phases(step)  # the first step also fills caches
     describing = OpTimer(describes=True)
     _timed(step, describing)
@@ -98,6 +94,13 @@ def time_step(name: str, config: TrainConfig, repeats: int) -> TimedStep:
     return TimedStep(name, tuple(op.phase or "data" for op in describing.ops), tuple(works(describing.ops)),
                      tuple(map(min, zip(*runs, strict=True))),
                      {phase: sorted(run[phase] for run in plain)[repeats // 4] for phase in plain[0]})
+
+
+def stepper(config: TrainConfig) -> Callable[..., object]:
+    """A function that takes one step of ``config`` on the CPU, always on one batch; it may be given ``phase``."""
+    parts, batches = _prepare(config)
+    return lambda phase=no_phase: train_step(parts, batches, config.memory.grad_accum, lr=1e-4, ema_decay=0.99,
+                                             phase=phase)
 
 
 def _prepare(config: TrainConfig) -> tuple[StepParts, Iterator[dict[str, Tensor]]]:
