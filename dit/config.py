@@ -1,4 +1,4 @@
-"""Every setting of a run: typed, documented with unit and default, validated in ``dit.config_checks`` and nowhere else.
+"""Every setting of a run: typed, documented with unit and default, validated in ``dit.config_checks`` alone.
 
 A :class:`TrainConfig` is a tree of frozen dataclasses. It is read from a TOML file (one table per section), overridden
 by flags, and saved resolved as ``config.json``. This module needs neither torch nor a GPU.
@@ -139,10 +139,12 @@ class OptimConfig:
     """Largest gradient norm; gradients above are scaled down. 0: no clipping."""
     ema_decay: float = 0.9999
     """Decay of the weights' moving average, warmed up: min(decay, (1+s)/(10+s)) at step s."""
-    ema: Literal["device", "off"] = "device"
-    """Where the average of the weights lives; off keeps none."""
-    optimizer: Literal["adamw", "adamw-foreach"] = "adamw"
-    """adamw: the fused kernel; adamw-foreach: the multi-tensor one, which needs a temporary copy."""
+    ema: Literal["device", "host", "off"] = "device"
+    """Where the average of the weights lives: on the device, in host memory (copied while the next step runs; the same
+    averages), or nowhere."""
+    optimizer: Literal["adamw", "adamw-foreach", "adamw-8bit", "adamw-4bit"] = "adamw"
+    """adamw: the fused kernel; adamw-foreach: the multi-tensor one, which needs a temporary copy; adamw-8bit and
+    adamw-4bit: moments in 8 or 4 bits (torchao), 2 or 1 bytes a parameter instead of 8."""
     max_bad_steps: int = 20
     """Consecutive steps with a non-finite loss or gradient (skipped, logged) after which the run stops."""
 
@@ -159,8 +161,16 @@ class MemoryConfig:
     """Gradient checkpointing: recompute the blocks' activations in the backward instead of keeping them."""
     ckpt_blocks: int | None = None
     """Checkpoint the first N blocks only. Default: all."""
-    parallel: Literal["ddp"] = "ddp"
-    """How several devices share the work."""
+    ckpt_every_nth: int = 1
+    """Checkpoint every N-th block only, from the first."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How several devices share the work: ddp, each a whole model; fsdp, each a share of weights, gradients, moments
+    and average, a block's weights being gathered while it runs."""
+    shard_size: int = 0
+    """Devices that hold one model between them under fsdp, for instance those of a node; groups of so many hold copies.
+    0: all devices."""
+    tensor_parallel: int = 1
+    """Devices that compute every block together, each with a share of its heads and of its MLP."""
     on_oom: Literal["adapt", "stop"] = "adapt"
     """Out of memory during a run: adapt halves the micro-batch and doubles the accumulation, then checkpoints, repeats
     the step and goes on; stop ends the run and says what would fit."""
@@ -266,17 +276,26 @@ class TrainConfig:
         """Number of blocks under gradient checkpointing."""
         if not self.memory.ckpt:
             return 0
-        depth = self.shape.depth
-        return depth if self.memory.ckpt_blocks is None else self.memory.ckpt_blocks
+        among = -(-self.shape.depth // self.memory.ckpt_every_nth)
+        return among if self.memory.ckpt_blocks is None else self.memory.ckpt_blocks
 
     @property
     def model_name(self) -> str:
         """The model's name in folder names: DiT-XL-2."""
         return self.model.model.replace("/", "-")
 
+    def data_ranks(self, world_size: int) -> int:
+        """Devices, or groups of --tensor-parallel devices, that see images of their own. Raises UsageError."""
+        together = self.memory.tensor_parallel
+        if world_size % together:
+            raise UsageError(f"--tensor-parallel {together} does not divide {world_size} devices; start a multiple of "
+                             f"{together} processes with torchrun --nproc_per_node")
+        return world_size // together
+
     def micro_batch(self, world_size: int) -> int:
         """Images one device sends through the model at once. Raises UsageError if the batch does not divide."""
         batch, accumulation = self.memory.global_batch_size, self.memory.grad_accum
+        world_size = self.data_ranks(world_size)
         if batch % (world_size * accumulation):
             share = world_size * accumulation
             nearest = max(share, round(batch / share) * share)

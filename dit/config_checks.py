@@ -13,10 +13,10 @@ from dit.config import (
 
 _POSITIVE = ("depth", "hidden_size", "num_heads", "patch_size", "latent_channels", "latent_factor", "lr",
              "global_batch_size", "grad_accum", "epochs", "max_steps", "log_every", "ckpt_every", "trial_steps",
-             "max_bad_steps")
+             "max_bad_steps", "ckpt_every_nth", "tensor_parallel")
 _NOT_NEGATIVE = ("num_classes", "num_workers", "encode_chunk", "weight_decay", "warmup_steps", "clip_grad",
                  "ckpt_blocks", "keep_last", "keep_every", "sample_every", "global_seed",
-                 "rank_timeout")
+                 "rank_timeout", "shard_size")
 
 
 def validate(config: TrainConfig) -> TrainConfig:
@@ -81,6 +81,11 @@ def _check_toggles(config: TrainConfig) -> None:
         raise UsageError(f"--ckpt-blocks {memory.ckpt_blocks} has no effect without --ckpt")
     if memory.ckpt_blocks is not None and not 1 <= memory.ckpt_blocks <= depth:
         raise UsageError(f"--ckpt-blocks {memory.ckpt_blocks}: the model has {depth} blocks")
+    if memory.ckpt_every_nth > 1 and (not memory.ckpt or memory.ckpt_blocks is not None):
+        raise UsageError(f"--ckpt-every-nth {memory.ckpt_every_nth} goes with --ckpt and without --ckpt-blocks")
+    if memory.ckpt_every_nth > depth:
+        raise UsageError(f"--ckpt-every-nth {memory.ckpt_every_nth}: the model has {depth} blocks")
+    _check_devices(config)
     if precision.amp_dtype != "auto" and not precision.amp:
         raise UsageError(f"--amp-dtype {precision.amp_dtype} has no effect without --amp")
     if data.encode_chunk and not config.encodes_in_loop:
@@ -89,3 +94,17 @@ def _check_toggles(config: TrainConfig) -> None:
         raise UsageError(f"--data-path {data.data_path} has no effect with --data {data.data}; use --data folder")
     if config.trial.trial and config.trial.plan == "off":
         raise UsageError("--trial holds a plan against a run; it cannot go with --plan off")
+
+
+def _check_devices(config: TrainConfig) -> None:
+    memory, shape, optimizer = config.memory, config.shape, config.optim.optimizer
+    together = memory.tensor_parallel
+    if memory.shard_size and memory.parallel != "fsdp":
+        raise UsageError(f"--shard-size {memory.shard_size} has no effect without --parallel fsdp")
+    if shape.num_heads % together:
+        raise UsageError(f"--tensor-parallel {together}: must divide the model's {shape.num_heads} heads")
+    if optimizer.endswith("bit") and (memory.parallel == "fsdp" or together > 1):
+        raise UsageError(f"--optimizer {optimizer} works on whole tensors; with --parallel fsdp or --tensor-parallel "
+                         "use adamw, whose moments are then sharded")
+    if config.precision.compile and (memory.parallel == "fsdp" or together > 1):
+        raise UsageError("--compile does not go with --parallel fsdp or --tensor-parallel")

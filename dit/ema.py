@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dit.local_shards import is_sharded, local
+
 
 def warmed_up_decay(decay: float, step: int) -> float:
     """``min(decay, (1 + step) / (10 + step))``: a short run's average is not mostly initial weights."""
@@ -13,11 +15,14 @@ def warmed_up_decay(decay: float, step: int) -> float:
 
 
 class Ema:
-    """Averages of a model's trainable parameters, fp32, on the parameters' device. Frozen ones have no average."""
+    """Averages of a model's trainable parameters, fp32, on the parameters' device. Frozen ones have no average.
+
+    Of a parameter that several processes hold between them, each averages its part.
+    """
 
     def __init__(self, model: nn.Module):
         self._sources = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.averages = {name: source.detach().clone() for name, source in self._sources.items()}
+        self.averages = {name: local(source).clone() for name, source in self._sources.items()}
 
     @torch.no_grad()
     def update(self, decay: float, skip: Tensor) -> None:
@@ -26,22 +31,32 @@ class Ema:
         This is ascent on the parameters with weight decay 1, so torch's fused SGD kernel does it in one pass over all
         tensors, without temporaries, and honours ``skip`` without asking the device for it.
         """
-        torch._fused_sgd_(list(self.averages.values()), [source.detach() for source in self._sources.values()], [],
+        torch._fused_sgd_(list(self.averages.values()), [local(source) for source in self._sources.values()], [],
                           lr=1.0 - decay, weight_decay=1.0, maximize=True, momentum=0.0, dampening=0.0, nesterov=False,
                           is_first_step=False, grad_scale=None, found_inf=skip)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model carries the averages inside this context, and its own weights after it. No memory is copied."""
+        """The model carries the averages inside this context, and its own weights after it.
+
+        No memory is copied, except for sharded parameters, whose memory FSDP keeps hold of.
+        """
         self._swap()
         try:
             yield
         finally:
             self._swap()
 
+    @torch.no_grad()
     def _swap(self) -> None:
         for name, source in self._sources.items():
-            source.data, self.averages[name] = self.averages[name], source.data
+            if is_sharded(source):
+                part = local(source)
+                own = part.clone()
+                part.copy_(self.averages[name])
+                self.averages[name].copy_(own)
+            else:
+                source.data, self.averages[name] = self.averages[name], source.data
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.averages)

@@ -114,7 +114,8 @@ class DiT(nn.Module):
             table has no null row and guidance is not possible.
         num_classes: 0 makes an unconditional model, which ignores its labels.
         learn_sigma: predict the variance too: 2C output channels instead of C.
-        checkpoint_blocks: the first so many blocks recompute their activations in the backward.
+        checkpoint_blocks: so many blocks, counted from the first, recompute their activations in the backward.
+        checkpoint_every: they are every so manyth block: 2 is blocks 0, 2, 4 ...
         fused_attention: scaled_dot_product_attention; False is the unfused path, which stores the T x T scores.
 
     Raises UsageError where sizes do not fit each other.
@@ -123,14 +124,14 @@ class DiT(nn.Module):
     def __init__(self, input_size: int | tuple[int, int] = 32, patch_size: int = 2, in_channels: int = 4,
                  hidden_size: int = 1152, depth: int = 28, num_heads: int = 16, mlp_ratio: float = 4.0,
                  class_dropout_prob: float = 0.1, num_classes: int = 1000, learn_sigma: bool = True, *,
-                 checkpoint_blocks: int = 0, fused_attention: bool = True):
+                 checkpoint_blocks: int = 0, checkpoint_every: int = 1, fused_attention: bool = True):
         super().__init__()
         self.input_size = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
         _check_sizes(self.input_size, patch_size, hidden_size, num_heads, depth, checkpoint_blocks)
         self.patch_size, self.in_channels, self.num_heads = patch_size, in_channels, num_heads
         self.num_classes, self.learn_sigma = num_classes, learn_sigma
         self.out_channels = in_channels * 2 if learn_sigma else in_channels
-        self.checkpoint_blocks = checkpoint_blocks
+        self.checkpoint_blocks, self.checkpoint_every = checkpoint_blocks, checkpoint_every
         self.checkpoint_context_fn = noop_context_fn
 
         with _SkipRandomFill():  # torch's own initialisation costs more than ours, which overwrites it
@@ -194,7 +195,7 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, force_drop_ids)  # (N, D)
         num_checkpointed = self.checkpoint_blocks if self.training and torch.is_grad_enabled() else 0
         for index, block in enumerate(self.blocks):
-            if index < num_checkpointed:
+            if index % self.checkpoint_every == 0 and index // self.checkpoint_every < num_checkpointed:
                 # Nothing in a block is random, so no generator state need be kept.
                 x = checkpoint(block, x, c, use_reentrant=False, preserve_rng_state=False,
                                context_fn=self.checkpoint_context_fn)  # (N, T, D)
@@ -249,7 +250,7 @@ def sincos_pos_embed(hidden_size: int, height: int, width: int) -> Tensor:
 
 
 def build_model(shape: ModelShape, **kwargs: object) -> DiT:
-    """The model of a shape; keyword arguments are DiT's ``checkpoint_blocks`` and ``fused_attention``."""
+    """The model of a shape; keyword arguments are DiT's ``checkpoint_...`` and ``fused_attention``."""
     return DiT(input_size=shape.input_size, patch_size=shape.patch_size, in_channels=shape.in_channels,
                hidden_size=shape.hidden_size, depth=shape.depth, num_heads=shape.num_heads, mlp_ratio=shape.mlp_ratio,
                class_dropout_prob=shape.class_dropout_prob, num_classes=shape.num_classes,

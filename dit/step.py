@@ -14,6 +14,7 @@ from dit.codec import Codec
 from dit.config import TrainConfig
 from dit.diffusion import Diffusion, create_diffusion
 from dit.ema import Ema
+from dit.local_shards import clip_by_norm, total_norm
 from dit.model import build_model
 from dit.optim import build_optimizer, guarded_step
 from dit.precision import Precision
@@ -57,14 +58,19 @@ class StepResult:
 
 
 def build_parts(config: TrainConfig, device: torch.device, codec: Codec, precision: Precision,
-                wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> StepParts:
-    """Build everything a step needs on ``device``. ``wrap`` turns the model into the network (DDP, compile)."""
-    with device:
+                wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+                build_on: torch.device | None = None) -> StepParts:
+    """Build everything a step needs on ``device``. ``wrap`` turns the model into the network (DDP, FSDP, compile).
+
+    ``build_on`` is where the model is built if not there, for a ``wrap`` that brings it to ``device``.
+    """
+    with build_on or device:
         model = build_model(config.shape, checkpoint_blocks=config.checkpointed_blocks,
+                            checkpoint_every=config.memory.ckpt_every_nth,
                             fused_attention=config.precision.attention != "math")
     model.train()
-    ema = Ema(model) if config.optim.ema != "off" else None
     network = wrap(model)
+    ema = Ema(model) if config.optim.ema != "off" else None
     return StepParts(model=model, network=network, diffusion=create_diffusion(learn_sigma=config.model.learn_sigma),
                      codec=codec, optimizer=build_optimizer(config.optim, model.parameters()), ema=ema,
                      precision=precision, clip_grad=config.optim.clip_grad, device=device)
@@ -116,11 +122,11 @@ def _update(parts: StepParts, lr: float) -> tuple[Tensor, Tensor]:
     """Unscale once, measure, clip, step, and drop the gradients. Returns (gradient norm, skipped)."""
     scaler, optimizer = parts.precision.scaler, parts.optimizer
     scaler.unscale_(optimizer)
-    parameters = [parameter for parameter in parts.model.parameters() if parameter.grad is not None]
-    grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    gradients = [parameter.grad for parameter in parts.model.parameters() if parameter.grad is not None]
+    grad_norm = total_norm(gradients)
     skipped = (~torch.isfinite(grad_norm)).float()
     if parts.clip_grad:
-        torch.nn.utils.clip_grads_with_norm_(parameters, parts.clip_grad, grad_norm)
+        clip_by_norm(gradients, parts.clip_grad, grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
     guarded_step(optimizer, skipped)
@@ -130,5 +136,7 @@ def _update(parts: StepParts, lr: float) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_sync(network: nn.Module, is_last: bool) -> AbstractContextManager:
-    """Let DDP exchange gradients after the last micro-batch only; the forward belongs inside too."""
+    """Let DDP or FSDP exchange gradients after the last micro-batch only; the forward belongs inside too."""
+    if hasattr(network, "set_requires_gradient_sync"):
+        network.set_requires_gradient_sync(is_last)
     return nullcontext() if is_last or not hasattr(network, "no_sync") else network.no_sync()

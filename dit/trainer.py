@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dit import checkpoint
 from dit.codec import build_codec
@@ -20,13 +20,14 @@ from dit.interruption import Interruption
 from dit.metrics import Console, DeviceFacts, JsonLines, StepMeter, Tracker, records_since
 from dit.metrics_memory import Memory, MemoryWatch
 from dit.optim import learning_rate
-from dit.parallel import Ranks, StopVote, wrap_ddp
+from dit.parallel import Ranks, StopVote
 from dit.precision import resolve
 from dit.preview import Preview
 from dit.pulse import Pulse
 from dit.relief import Forecast, Relief, adapted
 from dit.run_folder import RunFolder, changed_settings, device_name, environment
 from dit.saving import Saver, resume
+from dit.sharding import wrapping
 from dit.step import StepParts, StepResult, build_parts, no_phase, train_step
 
 WATCHED_STEPS = 3
@@ -51,8 +52,9 @@ class Feed:
     """This rank's micro-batches, from any step and in any portions, and the seconds the loop has waited for them."""
 
     def __init__(self, config: TrainConfig, dataset: PositionDataset, ranks: Ranks):
-        self._open = partial(micro_batches, dataset, global_batch=config.memory.global_batch_size, rank=ranks.rank,
-                             world_size=ranks.world_size)
+        data_ranks = config.data_ranks(ranks.world_size)
+        self._open = partial(micro_batches, dataset, global_batch=config.memory.global_batch_size,
+                             rank=ranks.rank * data_ranks // ranks.world_size, world_size=data_ranks)
         self._num_workers, self._pin_memory = config.data.num_workers, ranks.device.type == "cuda"
         self._batches, self._waited = None, 0.0
 
@@ -95,7 +97,7 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
     codec = build_codec(config.vae if config.encodes_in_loop else "none", device=ranks.device,
                         chunk=config.data.encode_chunk)
     torch.manual_seed(config.run.global_seed)
-    parts = build_parts(config, ranks.device, codec, precision, wrap=lambda model: _wrap(model, config, ranks))
+    parts = build_parts(config, ranks.device, codec, precision, *wrapping(config, ranks, precision))
     total, bad = config.total_steps(len(dataset)), BadSteps(config.optim, precision.scaler.is_enabled())
     step, bad.in_a_row = resume(folder, ranks, parts, say)
     first, saver, vote = step, Saver(config, folder, ranks, parts, say), StopVote(ranks)
@@ -166,11 +168,6 @@ def _take_step(parts: StepParts, feed: Feed, step: int, lr: float, decay: float,
     if parts.device.type == "cpu":
         saver.finish()  # its copies are tensors on the CPU too, which the watch would count
     return watch.run(take)
-
-
-def _wrap(model: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
-    network = wrap_ddp(model, ranks)
-    return torch.compile(network) if config.precision.compile else network
 
 
 def _sinks(config: TrainConfig, folder: RunFolder, ranks: Ranks, say: Callable[[str], None], step: int, total: int):
