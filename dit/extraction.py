@@ -12,7 +12,9 @@ import math
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,12 +105,24 @@ def extract(extraction: Extraction, shards: list[int], *, num_workers: int = 0,
             progress: Callable[[int], None] = lambda done: None) -> None:
     """Make these shards; ``progress`` is told the number of images done after every batch."""
     batches = [(shard, indices) for shard in shards for indices in _batches(extraction, shard)]
-    loader = DataLoader(_Images(extraction), batch_sampler=_Batches(batches), collate_fn=lambda batch: batch,
-                        num_workers=num_workers, worker_init_fn=lambda worker: torch.set_num_threads(1))
+    loader = DataLoader(_Images(extraction), batch_sampler=_Batches(batches), collate_fn=_as_is,
+                        num_workers=num_workers, worker_init_fn=_one_thread)
     incoming = iter(loader)
-    for shard in shards:
-        parts = [_encode(extraction, *next(incoming), progress) for _ in _batches(extraction, shard)]
-        _write_shard(extraction, shard, parts)
+    # On a CPU the last bit depends on how many threads share an operation, and torchrun gives each process one. So
+    # every
+    # batch is encoded by one thread, and the threads take different batches.
+    on_cpu = next(extraction.codec.vae.parameters()).device.type == "cpu"
+    threads = torch.get_num_threads() if on_cpu else 1
+    with ThreadPoolExecutor(threads, initializer=_one_thread, initargs=(0,)) as pool:
+        for shard in shards:
+            parts, running = [], deque()
+            for _ in _batches(extraction, shard):
+                running.append(pool.submit(_encode, extraction, *next(incoming)))
+                if len(running) > threads:
+                    parts.append(_result(running, progress))
+            while running:
+                parts.append(_result(running, progress))
+            _write_shard(extraction, shard, parts)
 
 
 def finish(extraction: Extraction, wait: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -149,6 +163,14 @@ def finish(extraction: Extraction, wait: Callable[[int], None] | None = None) ->
     return manifest
 
 
+def _as_is(batch: tuple) -> tuple:
+    return batch
+
+
+def _one_thread(_worker: int) -> None:
+    torch.set_num_threads(1)
+
+
 class _Images(Dataset):
     """Decoded batches: (uint8 (n, H, W, 3), the indices read, [(index, reason)] of those not)."""
 
@@ -182,8 +204,14 @@ def _batches(extraction: Extraction, shard: int) -> list[range]:
     return [range(at, min(at + extraction.batch_size, stop)) for at in range(start, stop, extraction.batch_size)]
 
 
-def _encode(extraction: Extraction, pixels: torch.Tensor, kept: list[int], broken: list[tuple[int, str]],
-            progress: Callable[[int], None]) -> tuple[np.ndarray, list[int], list[tuple[int, str]]]:
+def _result(running: deque, progress: Callable[[int], None]) -> tuple:
+    part = running.popleft().result()
+    progress(len(part[1]) + len(part[2]))
+    return part
+
+
+def _encode(extraction: Extraction, pixels: torch.Tensor, kept: list[int],
+            broken: list[tuple[int, str]]) -> tuple[np.ndarray, list[int], list[tuple[int, str]]]:
     """Moments (n, 2, 2C, h, w) float16 of a batch."""
     moments = np.empty((len(kept), *extraction.moments_shape), dtype=np.float16)
     if kept:
@@ -197,7 +225,6 @@ def _encode(extraction: Extraction, pixels: torch.Tensor, kept: list[int], broke
             raise UsageError(f"--vae {extraction.codec.spec.name}: its moments are not finite in half precision for "
                              f"the images from {first} on; extract with --dtype fp32")
         moments[:] = both.cpu().numpy()
-    progress(len(kept) + len(broken))
     return moments, kept, broken
 
 

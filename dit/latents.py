@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dit.codec import CodecSpec, spec_from_config
 from dit.config import UsageError
@@ -110,7 +111,8 @@ class LatentData:
     def read(self, indices: np.ndarray, scalars, posterior_noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Latents (N, C, h, w) float32, labels (N,) int64; mirrored where ``scalars.flips``, sampled with the noise."""
         moments, labels = self.read_moments(indices, scalars.flips)
-        return self.spec.latents(moments.astype(np.float32), posterior_noise), labels
+        moments = torch.from_numpy(moments).float().numpy()  # numpy's own conversion from half is 20 times slower
+        return self.spec.latents(moments, posterior_noise), labels
 
     def read_moments(self, indices: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Moments (N, 2C, h, w) float16 as stored, labels (N,) int64."""

@@ -1,6 +1,8 @@
 """Micro-batches are functions of (seed, position): whatever the split over ranks, accumulation, workers and resumes."""
 import itertools
+import multiprocessing
 import os
+import pickle
 import signal
 import time
 
@@ -9,7 +11,15 @@ import pytest
 import torch
 
 from dit.config import UsageError
-from dit.data import DigitsData, LoaderError, PositionDataset, SyntheticData, micro_batches, position_ranges
+from dit.data import (
+    DigitsData,
+    LoaderError,
+    PositionDataset,
+    SyntheticData,
+    measured_rate,
+    micro_batches,
+    position_ranges,
+)
 
 LATENT = (4, 8, 8)
 
@@ -165,6 +175,32 @@ def test_a_killed_worker_is_one_line():
         next(loader)
     assert "\n" not in str(caught.value)
     loader.close()
+
+
+def test_rate_is_measured():
+    start = time.perf_counter()
+    rate = measured_rate(synthetic(), 8, seconds=0.1)
+    assert 0.1 <= time.perf_counter() - start < 5 and rate > 10
+
+
+def test_a_dataset_can_be_sent_to_spawned_workers():
+    dataset = synthetic(needs_posterior_noise=True)
+    assert_same(pickle.loads(pickle.dumps(dataset)).__getitems__(range(9)), dataset.__getitems__(range(9)))
+
+
+def test_workers_survive_the_signals_of_a_job_that_saves():
+    """Ctrl-C and a scheduler's SIGTERM reach the whole job; the trainer still needs the rest of its step."""
+    loader = micro_batches(synthetic(), start_step=0, global_batch=10, num_workers=1)
+    next(loader)
+    worker = multiprocessing.active_children()[-1]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    time.sleep(0.2)
+    for _ in range(4):
+        next(loader)
+    loader.close()
+    worker.join(timeout=10)
+    assert not worker.is_alive()
 
 
 class ThreadCount(SyntheticData):
