@@ -31,10 +31,11 @@ QUICK_STEPS = (
     (256, 1, 4, 64, 48, {}), (192, 1, 3, 64, 12, {"attention": "math"}))
 FULL_STEPS = (
     *QUICK_STEPS, (160, 3, 5, 16, 24, {}), (384, 1, 6, 256, 8, {}), (768, 1, 12, 64, 12, {}), (64, 2, 4, 64, 16, {}),
+    (320, 3, 5, 4, 6, {"optimizer": "adamw-foreach"}),
     (384, 1, 6, 16, 32, {"attention": "math"}),
     (96, 2, 3, 16, 24, {"amp": True, "amp_dtype": "bf16"}), (256, 1, 4, 64, 4, {"amp": True, "amp_dtype": "bf16"}))
-WIDTHS, ROWS = (64, 128, 256, 512, 1024), (16, 64, 256, 1024, 4096)
-ATTENTION_TOKENS, HEAD_SIZES = (16, 64, 256, 1024), (16, 32, 48, 64, 72)
+WIDTHS, ROWS = (64, 128, 256, 512, 1024), (4, 16, 64, 256, 1024, 4096)
+ATTENTION_TOKENS, HEAD_SIZES = (4, 16, 64, 256, 1024), (16, 32, 48, 64, 72)
 
 
 def main(args: list[str]) -> None:
@@ -104,11 +105,12 @@ def calibrate_cpu(name: str, threads: int, quick: bool,
 def _gemms(quick: bool) -> list[tuple[Work, float]]:
     import torch
 
-    from dit.planner.micro_benchmarks import gemm_call, time_call
+    from dit.planner.micro_benchmarks import Pool, gemm_call, time_call
 
     found = []
     for dtype, largest in ((torch.float32, 6e8 if quick else 2e9), (torch.bfloat16, 2e7 if quick else 1e8)):
         widths = WIDTHS if dtype is torch.float32 else WIDTHS[1::2]
+        pool = Pool(dtype)
         for width in widths:
             for rows in ROWS:
                 for out, into in ((width, width), (4 * width, width), (width, 4 * width)):
@@ -116,7 +118,7 @@ def _gemms(quick: bool) -> list[tuple[Work, float]]:
                         m, n, k = (rows, out, into) if layout != "tn" else (out, into, rows)
                         if 2 * m * n * k > largest:
                             continue
-                        seconds = time_call(gemm_call(layout, m, n, k, dtype), budget=0.008 if quick else 0.02)
+                        seconds = time_call(gemm_call(layout, m, n, k, pool), budget=0.008 if quick else 0.02)
                         size = (float(m), float(n), float(k))
                         found.append((Work(f"gemm {layout} {str(dtype)[6:]}", "gemm", size, 2 * m * n * k, 0), seconds))
     return found
@@ -125,15 +127,16 @@ def _gemms(quick: bool) -> list[tuple[Work, float]]:
 def _attention(quick: bool) -> list[tuple[Work, float]]:
     import torch
 
-    from dit.planner.micro_benchmarks import attention_calls, time_call
+    from dit.planner.micro_benchmarks import Pool, attention_calls, time_call
 
     found = []
     kernel = "_scaled_dot_product_flash_attention_for_cpu"
     for dtype in (torch.float32, torch.bfloat16):
-        for tokens in ATTENTION_TOKENS[:3] if quick else ATTENTION_TOKENS:
+        pool = Pool(dtype)
+        for tokens in ATTENTION_TOKENS[:4] if quick else ATTENTION_TOKENS:
             for head_size in HEAD_SIZES if dtype is torch.float32 else HEAD_SIZES[1::2]:
                 rows = max(4, 2**17 // (tokens * head_size))
-                calls = attention_calls(rows, tokens, head_size, dtype)
+                calls = attention_calls(rows, tokens, head_size, pool)
                 size = (float(rows), float(tokens), float(head_size))
                 kinds = (("", "attention forward"), ("_backward", "attention backward"))
                 for call, (suffix, cls) in zip(calls, kinds, strict=True):
@@ -146,17 +149,16 @@ def _batched(quick: bool) -> list[tuple[Work, float]]:
     """Products of unfused attention: scores, their values, and the gradients' three shapes."""
     import torch
 
-    from dit.planner.micro_benchmarks import time_call
+    from dit.planner.micro_benchmarks import Pool, bmm_call, time_call
 
-    found = []
+    found, pool = [], Pool(torch.float32)
     for tokens in (16, 64, 256):
         for head_size in (32, 64):
             batch = max(4, 2**20 // (tokens**2 * (4 if quick else 1)))
             for m, n, k in ((tokens, tokens, head_size), (tokens, head_size, tokens), (head_size, tokens, tokens)):
-                left, right = torch.randn(batch, m, k), torch.randn(batch, k, n)
                 size = (float(batch), float(m), float(n), float(k))
                 work = Work("bmm float32", "batched gemm", size, 2 * batch * m * n * k, 0)
-                found.append((work, time_call(lambda x=left, y=right: torch.bmm(x, y), budget=0.02)))
+                found.append((work, time_call(bmm_call(batch, m, n, k, pool), budget=0.02)))
     return found
 
 

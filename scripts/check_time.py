@@ -172,8 +172,8 @@ def check_public() -> None:
     report("public", "Planned from the catalogue and `dit/planner/priors.py` alone; measured by others (sources in "
            "tests/data/public.csv). With the first priors FD-L1 to FD-L5 were off by -4, -12, -10, -21 and +28 %. "
            "Then, once and for all of them together, the priors of gemm, elementwise, copy, norm and reduction kernels "
-           "and of fp32 convolutions (Winograd) were moved within their published ranges; no constant belongs to a row, "
-           "and the other rows were only held against the result.", rows)
+           "and of fp32 convolutions (Winograd) were moved within their published ranges; no constant belongs to one "
+           "row, and the other rows were only held against it.", rows)
 
 
 # ---- rows ----

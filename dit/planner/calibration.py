@@ -30,13 +30,16 @@ Row = tuple[float, ...]  # the numbers of Work.size, then seconds
 
 @dataclass(frozen=True)
 class Step:
-    """A measured step, phase by phase: works and seconds of its operations, seconds of phases as a whole."""
+    """A measured step, phase by phase: works and seconds of its operations, seconds of phases as a whole, and by how
+    much its median lay above its lower quartile.
+    """
 
     name: str
     phases: Sequence[str]
     works: Sequence[Work]
     seconds: Sequence[float]
     phase_seconds: Mapping[str, float]
+    noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,12 @@ def _on_curve(rows: np.ndarray, size: float) -> float:
 
 
 def _multi_tensor(rows: np.ndarray, size: Sequence[float]) -> float:
-    """Seconds as a sum of a time per tensor and a time per byte, both not negative, fitted to relative errors."""
-    per_tensor, per_byte = non_negative(rows[:, :2] / rows[:, 2:], np.ones(len(rows)))
+    """Seconds as a sum of a time per tensor and a time per byte, both not negative, fitted to relative errors.
+
+    One more equation says that a gigabyte takes about a tenth of a second, where small tensors alone were measured.
+    """
+    table = np.vstack([rows[:, :2] / rows[:, 2:], [0.0, 0.1 * 1e9 / 0.1]])
+    per_tensor, per_byte = non_negative(table, np.array([1.0] * len(rows) + [0.1]))
     return float(per_tensor * size[0] + per_byte * size[1])
 
 
@@ -148,8 +155,10 @@ def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 def fit(source: str, steps: Sequence[Step], singles: Iterable[tuple[Work, float]],
         data: Mapping[str, float] | None = None) -> Calibration:
-    """A calibration from measured steps and single operations; ``residuals`` are predicted over measured seconds of
-    each step by a calibration fitted without it, less one.
+    """A calibration from measured steps and single operations.
+
+    ``residuals`` are predicted over measured seconds of each step by a calibration fitted without it, less one; their
+    median and the machine's noise give the interval.
     """
     singles = list(singles)
     whole = _fit(source, steps, singles)
@@ -158,7 +167,8 @@ def fit(source: str, steps: Sequence[Step], singles: Iterable[tuple[Work, float]
         others = _fit(source, [other for other in steps if other is not step], singles)
         residuals[step.name] = step_seconds(others, step.phases, step.works) / sum(step.phase_seconds.values()) - 1
     typical = float(np.median([abs(math.log1p(value)) for value in residuals.values()])) if residuals else 0.1
-    return Calibration(**{**vars(whole), "_memo": {}, "spread": max(SPREAD_FLOOR, 2 * typical), "residuals": residuals,
+    noise = float(np.median([math.log1p(step.noise) for step in steps])) if steps else 0.0
+    return Calibration(**{**vars(whole), "_memo": {}, "spread": max(SPREAD_FLOOR, 2 * typical) + noise, "residuals": residuals,
                           "data": dict(data or {})})
 
 
@@ -192,8 +202,8 @@ def _around(steps: Sequence[Step]) -> tuple[dict[str, float], dict[str, float]]:
             inside = [(w, s) for p, w, s in zip(step.phases, step.works, step.seconds, strict=True) if p == phase]
             total = step.phase_seconds.get(phase, 0.0)
             if inside and total:
-                equations.append((len(inside) / total, sum(w.bytes for w, _ in inside) / total,
-                                  1 - sum(s for _, s in inside) / total))
+                kernels = sum(s for w, s in inside if w.cls != "view")  # a view's time is the interpreter's
+                equations.append((len(inside) / total, sum(w.bytes for w, _ in inside) / total, 1 - kernels / total))
         table = np.array(equations)
         scale = np.abs(table[:, :2]).max(axis=0) + 1e-30
         per_op[phase], per_byte[phase] = (float(v) for v in non_negative(table[:, :2] / scale, table[:, 2]) / scale)

@@ -4,7 +4,9 @@ Operations inside a step meet memory as a training step leaves it (fresh outputs
 loop over one operation does not. Imports torch; only ``scripts/calibrate.py`` and tests use it.
 """
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,13 +29,17 @@ _GATHERS = {"aten.embedding", "aten.index", "aten.gather"}
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A real step: its operations' work and least seconds, and each phase's lower quartile without the timer."""
+    """A real step: its operations' work and least seconds, and each phase's lower quartile without the timer.
+
+    ``noise`` is the median over the lower quartile of whole steps, less one: how busy the machine was besides.
+    """
 
     name: str
     phases: tuple[str, ...]
     works: tuple[Work, ...]
     seconds: tuple[float, ...]
     phase_seconds: dict[str, float]
+    noise: float
 
 
 class OpTimer(TorchDispatchMode):
@@ -91,9 +97,11 @@ def time_step(name: str, config: TrainConfig, repeats: int) -> TimedStep:
         _timed(step, timer)
         runs.append(timer.seconds)
         plain.append(_phases(step))
+    totals = sorted(sum(run.values()) for run in plain)
     return TimedStep(name, tuple(op.phase or "data" for op in describing.ops), tuple(works(describing.ops)),
                      tuple(map(min, zip(*runs, strict=True))),
-                     {phase: sorted(run[phase] for run in plain)[repeats // 4] for phase in plain[0]})
+                     {phase: sorted(run[phase] for run in plain)[repeats // 4] for phase in plain[0]},
+                     totals[repeats // 2] / totals[repeats // 4] - 1)
 
 
 def stepper(config: TrainConfig) -> Callable[..., object]:
@@ -149,6 +157,35 @@ def reference_config(base: TrainConfig, *, width: int, depth: int, heads: int, t
 
 # ---- single operations ----
 
+class Pool:
+    """Operands cut out of one large block in turn, so that they come from memory and not from the caches.
+
+    Results are kept a while, so that each one is written to fresh memory, as in a training step.
+    """
+
+    def __init__(self, dtype: torch.dtype, num_bytes: int = 96 << 20, kept_bytes: int = 96 << 20):
+        self._block = torch.full((num_bytes // dtype.itemsize,), 0.5, dtype=dtype)
+        self._next, self._kept_bytes, self._kept = 0, kept_bytes, deque()
+        self._held = 0
+
+    def take(self, *shape: int) -> Tensor:
+        """A tensor of the next piece of the block."""
+        size = math.prod(shape)
+        if self._next + size > len(self._block):
+            self._next = 0
+        piece = self._block[self._next:self._next + size].view(shape)
+        self._next += size
+        return piece
+
+    def keep(self, result: Tensor | tuple[Tensor, ...]) -> None:
+        """Hold a result until enough others have come."""
+        num_bytes = sum(tensor.nbytes for tensor in (result if isinstance(result, tuple) else (result,)))
+        self._kept.append((num_bytes, result))
+        self._held += num_bytes
+        while self._held > self._kept_bytes or len(self._kept) > 256:
+            self._held -= self._kept.popleft()[0]
+
+
 def time_call(call: Callable[[], object], budget: float = 0.03, repeats: int = 5) -> float:
     """Least seconds of one call, from ``repeats`` rounds that together take about ``budget`` seconds."""
     start = time.perf_counter()
@@ -166,23 +203,28 @@ def time_call(call: Callable[[], object], budget: float = 0.03, repeats: int = 5
     return best
 
 
-def gemm_call(layout: str, m: int, n: int, k: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+def gemm_call(layout: str, m: int, n: int, k: int, pool: Pool) -> Callable[[], None]:
     """A matrix product as a linear layer's forward ("nt", with bias) or backward ("nn", "tn") makes it."""
     if layout == "nt":
-        bias, left, right = torch.randn(n, dtype=dtype), torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
-        return lambda: torch.addmm(bias, left, right.t())
-    left = torch.randn(m, k, dtype=dtype) if layout == "nn" else torch.randn(k, m, dtype=dtype).t()
-    right = torch.randn(k, n, dtype=dtype)
-    return lambda: torch.mm(left, right)
+        return lambda: pool.keep(torch.addmm(pool.take(n), pool.take(m, k), pool.take(n, k).t()))
+    if layout == "nn":
+        return lambda: pool.keep(torch.mm(pool.take(m, k), pool.take(k, n)))
+    return lambda: pool.keep(torch.mm(pool.take(k, m).t(), pool.take(k, n)))
 
 
-def attention_calls(rows: int, tokens: int, head_size: int, dtype: torch.dtype) -> tuple[Callable, Callable]:
+def bmm_call(batch: int, m: int, n: int, k: int, pool: Pool) -> Callable[[], None]:
+    """A batched product of unfused attention."""
+    return lambda: pool.keep(torch.bmm(pool.take(batch, m, k), pool.take(batch, k, n)))
+
+
+def attention_calls(rows: int, tokens: int, head_size: int, pool: Pool) -> tuple[Callable, Callable]:
     """Fused attention's forward and backward on a CPU, with the layout that a joint qkv projection gives."""
-    qkv = torch.randn(rows, tokens, 3, 1, head_size, dtype=dtype).permute(2, 0, 3, 1, 4)
-    query, key, value = qkv.unbind(0)
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    out, logsumexp = forward(query, key, value)
-    grad = torch.randn_like(out)
-    return (lambda: forward(query, key, value),
-            lambda: backward(grad, query, key, value, out, logsumexp, 0.0, False))
+
+    def operands() -> tuple[Tensor, ...]:
+        return pool.take(rows, tokens, 3, 1, head_size).permute(2, 0, 3, 1, 4).unbind(0)
+
+    out, logsumexp = forward(*operands())
+    return (lambda: pool.keep(forward(*operands())),
+            lambda: pool.keep(backward(pool.take(*out.shape), *operands(), out, logsumexp, 0.0, False)))

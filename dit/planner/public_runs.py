@@ -33,8 +33,8 @@ _LOADER = "two CPU cores fed eight loader processes: the source suspects the dat
 _TORCHDITAN = {"model": "custom", "depth": 24, "hidden_size": 1024, "num_heads": 16, "patch_size": 2,
                "data": "synthetic", "amp": True, "amp_dtype": "bf16", "attention": "flash", "ema": "off"}
 _LIKE = ("a LLaMA-style model of this width and depth under FSDP over a link that is not named, read off a plot, "
-         "planned as DiT with DDP; from batch 512 to 1024 it takes 196 ms more (planned: 239), beside 0.7 s that do not "
-         "grow")
+         "planned as DiT with DDP; from batch 512 to 1024 it takes 196 ms more (planned: 239), beside 0.7 s that do "
+         "not grow")
 _RUNS: dict[str, tuple[dict[str, object], bool, str]] = {
     "FD-L1": (_CKPT, True, ""),
     "FD-L2": (_CKPT | _FP16, True, ""),
