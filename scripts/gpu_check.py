@@ -1,0 +1,274 @@
+"""Hold the planner against one GPU: many short configurations, each predicted first, then measured.
+
+    python scripts/gpu_check.py --output benchmarks/gpu_h200.json
+
+One process on the GPU (the predictions are traced in parallel before it is touched), no network, at most four minutes;
+neither diffusers nor tyro is needed. Predictions are frozen and hashed before the first measurement. A ratio away from 1
+is a fault to find, in the planner or here; nothing is fitted to these rows.
+"""
+
+import argparse
+import gc
+import hashlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from dit.config import TrainConfig, UsageError, replace
+
+STEPS_FOR_MEMORY, STEPS_FOR_TIME = 3, 8
+BASE = {"data": "synthetic", "num_workers": 0, "num_classes": 1000}
+BF16, FP16 = {"amp": True, "amp_dtype": "bf16"}, {"amp": True, "amp_dtype": "fp16"}
+TF32, FP32 = {}, {"tf32": False}
+
+
+def matrix() -> dict[str, dict[str, object]]:
+    """Name -> settings. Models, patches, precisions, checkpointing, micro-batches, accumulation, kernels, optimizers."""
+    def case(model: str, batch: int, *changes: dict[str, object]) -> dict[str, object]:
+        settings = {**BASE, "model": f"DiT-{model}", "global_batch_size": batch}
+        for change in changes:
+            settings |= change
+        return settings
+
+    ckpt, half = {"ckpt": True}, {"ckpt": True, "ckpt_blocks": 14}
+    cases = {
+        "S/2 fp32": case("S/2", 32, FP32), "S/2 tf32": case("S/2", 32, TF32), "S/2 bf16": case("S/2", 32, BF16),
+        "S/2 fp16": case("S/2", 32, FP16), "S/4 bf16": case("S/4", 64, BF16), "S/8 bf16": case("S/8", 128, BF16),
+        "B/2 tf32": case("B/2", 32, TF32), "B/2 bf16": case("B/2", 32, BF16),
+        "B/2 bf16 ckpt": case("B/2", 32, BF16, ckpt),
+        "B/4 tf32 x96": case("B/4", 96, TF32), "B/4 bf16 x96": case("B/4", 96, BF16), "B/8 fp16": case("B/8", 64, FP16),
+        "L/2 bf16": case("L/2", 32, BF16), "L/2 bf16 ckpt": case("L/2", 32, BF16, ckpt),
+        "L/4 tf32": case("L/4", 48, TF32), "L/4 bf16 accumulate 2": case("L/4", 64, BF16, {"grad_accum": 2}),
+        "L/8 bf16": case("L/8", 64, BF16), "XL/2 bf16": case("XL/2", 16, BF16), "XL/2 bf16 x32": case("XL/2", 32, BF16),
+        "XL/2 bf16 x64": case("XL/2", 64, BF16), "XL/2 bf16 ckpt": case("XL/2", 32, BF16, ckpt),
+        "XL/2 bf16 half ckpt": case("XL/2", 32, BF16, half), "XL/2 fp16 ckpt": case("XL/2", 32, FP16, ckpt),
+        "XL/2 tf32 ckpt": case("XL/2", 32, TF32, ckpt), "XL/4 bf16": case("XL/4", 64, BF16),
+        "XL/8 tf32": case("XL/8", 64, TF32),
+        "B/2 bf16 efficient": case("B/2", 32, BF16, {"attention": "efficient"}),
+        "B/2 bf16 flash": case("B/2", 32, BF16, {"attention": "flash"}),
+        "B/2 bf16 cudnn": case("B/2", 32, BF16, {"attention": "cudnn"}),
+        "B/2 bf16 math": case("B/2", 32, BF16, {"attention": "math"}),
+        "B/2 fp32 math": case("B/2", 32, FP32, {"attention": "math"}),
+        "B/2 bf16 clip": case("B/2", 32, BF16, {"clip_grad": 1.0}),
+        "B/2 bf16 foreach": case("B/2", 32, BF16, {"optimizer": "adamw-foreach"}),
+        "B/2 bf16 no ema": case("B/2", 32, BF16, {"ema": "off"}),
+        "S/2 bf16 512px": case("S/2", 16, BF16, {"image_size": 512}),
+        "B/4 bf16 fixed variance": case("B/4", 64, BF16, {"learn_sigma": False}),
+    }
+    if importlib.util.find_spec("diffusers"):
+        folder = {"data": "folder", "data_path": "unused", "vae": "ema"}
+        cases["S/2 bf16 VAE in the loop"] = case("S/2", 16, BF16, folder)
+        cases["S/2 bf16 VAE by 4"] = case("S/2", 16, BF16, folder, {"encode_chunk": 4})
+    return cases
+
+
+SNAPSHOT_OF = "B/2 bf16 ckpt"
+"""The configuration whose every allocation is recorded and compared with the traced ones."""
+
+
+def config_of(settings: dict[str, object]) -> TrainConfig:
+    return replace(TrainConfig(), **settings)
+
+
+def predict(device_name: str, named: tuple[str, dict[str, object]]) -> tuple[str, dict | str, list[int]]:
+    """Plan one configuration: (name, plan.json or the refusal, sizes of the step's allocations for the snapshot)."""
+    from dit.planner import plan
+    from dit.planner.hardware import find_device
+
+    name, settings = named
+    try:
+        planned = plan(config_of(settings), find_device(device_name), 1)
+    except UsageError as error:
+        return name, str(error), []
+    events = planned.step.events
+    wanted = (events.step == 2) & (events.bytes > 0)
+    return name, planned.to_dict(), events.bytes[wanted].tolist() if name == SNAPSHOT_OF else []
+
+
+# ---- measuring ----
+
+def measure(config: TrainConfig, device, record: bool = False) -> dict[str, object]:
+    """Build what a run builds, take steps as a run takes them, and report bytes and seconds."""
+    import torch
+
+    from dit.codec import build_codec
+    from dit.data import PositionDataset, SyntheticData, micro_batches
+    from dit.metrics_memory import MemoryWatch, device_used_bytes
+    from dit.precision import resolve
+    from dit.step import build_parts, train_step
+
+    before = device_used_bytes(device)
+    codec = build_codec(config.vae, device=device, chunk=config.data.encode_chunk,
+                        random_weights=True) if config.encodes_in_loop else build_codec("none")
+    parts = build_parts(config, device, codec, resolve(config, device))
+    shape = (3, *config.image_hw) if config.encodes_in_loop else config.latent_shape
+    dataset = PositionDataset(SyntheticData(shape, config.model.num_classes), seed=0, noise_shape=config.latent_shape,
+                              needs_posterior_noise=config.encodes_in_loop)
+    batch, accumulation = config.memory.global_batch_size, config.memory.grad_accum
+    batches = micro_batches(dataset, start_step=0, global_batch=batch, accumulation=accumulation, pin_memory=False)
+    ready = iter([next(batches) for _ in range(accumulation)] * (STEPS_FOR_MEMORY + STEPS_FOR_TIME + 2))
+    step = partial(train_step, parts, ready, accumulation, lr=1e-4, ema_decay=0.99)
+
+    watch, seen = MemoryWatch(device), []
+    for _ in range(STEPS_FOR_MEMORY):
+        seen.append(watch.run(lambda phase: step(phase=phase))[1])
+    allocations = recorded_allocations(step) if record else []
+    step()
+    seconds, by_phase = time_steps(step, device)
+    used = device_used_bytes(device)
+    return {"peak_allocated_bytes": max(memory.peak_allocated for memory in seen),
+            "peak_reserved_bytes": max((memory.peak_reserved or 0 for memory in seen), default=0) or None,
+            "device_used_bytes": used, "device_used_before_bytes": before, "by_phase": watch.peak_by_phase,
+            "step_seconds": seconds, "seconds_by_phase": by_phase, "allocations": allocations,
+            "allocated_after_bytes": torch.cuda.memory_allocated(device) if device.type == "cuda" else None}
+
+
+def time_steps(step, device) -> tuple[list[float], dict[str, float]]:
+    """Seconds of each of several steps, and the median of every phase of one more round, by the device's own clock."""
+    from dit.metrics import Clock
+
+    clock, marks, phases = Clock(device), [], []
+    marks.append(clock.mark())
+    for _ in range(STEPS_FOR_TIME - 2):
+        step()
+        marks.append(clock.mark())
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        start = clock.mark()
+        yield
+        phases.append((name, start, clock.mark()))
+
+    for _ in range(2):
+        step(phase=phase)
+    seconds = [clock.seconds(start, end) for start, end in zip(marks, marks[1:], strict=False)]
+    by_phase: dict[str, float] = {}
+    for name, start, end in phases:
+        by_phase[name] = by_phase.get(name, 0.0) + clock.seconds(start, end) / 2
+    return seconds, by_phase
+
+
+def recorded_allocations(step) -> list[int]:
+    """Sizes in bytes of every allocation of one step, as the caching allocator's own history has them."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+    step()
+    torch.cuda.synchronize()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return [entry["size"] for entry in trace if entry["action"] == "alloc"]
+
+
+def compare_allocations(traced: list[int], recorded: list[int]) -> dict[str, object]:
+    """Sizes predicted and not seen, and seen and not predicted, of allocations above 64 KiB, rounded to 512 bytes."""
+    def counted(sizes: list[int]) -> Counter:
+        return Counter(-(-size // 512) * 512 for size in sizes if size > 1 << 16)
+
+    predicted, seen = counted(traced), counted(recorded)
+    return {"predicted": sum(predicted.values()), "recorded": sum(seen.values()),
+            "only_predicted": dict((predicted - seen).most_common(20)),
+            "only_recorded": dict((seen - predicted).most_common(20))}
+
+
+def free(device) -> None:
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+# ---- the report ----
+
+def row_of(name: str, settings: dict[str, object], plan: dict, measured: dict[str, object]) -> dict[str, object]:
+    """One line of the result: predicted, measured, and measured / predicted."""
+    step = statistics.median(measured["step_seconds"])
+    pairs = {"peak_allocated_bytes": (plan["memory"]["peak_allocated_bytes"], measured["peak_allocated_bytes"]),
+             "peak_reserved_bytes": (plan["memory"]["peak_reserved_bytes"], measured["peak_reserved_bytes"]),
+             "device_used_bytes": (plan["memory"]["device_used_bytes"]["mid"], measured["device_used_bytes"]),
+             "step_seconds": (plan["time"]["step_seconds"]["mid"], step)}
+    ratios = {key: seen / planned if planned and seen else None for key, (planned, seen) in pairs.items()}
+    return {"name": name, "settings": settings, "predicted": {"memory": plan["memory"], "time": plan["time"]},
+            "measured": {key: value for key, value in measured.items() if key != "allocations"}, "ratios": ratios}
+
+
+def print_row(row: dict[str, object]) -> None:
+    measured, ratios = row["measured"], row["ratios"]
+    cells = [f"{row['name']:26s}", f"{measured['peak_allocated_bytes'] / 2**30:7.3f} GiB",
+             f"{1e3 * statistics.median(measured['step_seconds']):8.1f} ms"]
+    cells += [f"{name.split('_')[1]} {ratio:.4f}" for name, ratio in ratios.items() if ratio is not None]
+    print("  ".join(cells), flush=True)
+
+
+def chosen(names: str) -> dict[str, dict[str, object]]:
+    """The configurations to run: all, or those named. Raises UsageError for an unknown name."""
+    cases = matrix()
+    wanted = names.split(",") if names else list(cases)
+    unknown = [name for name in wanted if name not in cases]
+    if unknown:
+        raise UsageError(f"--only {unknown[0]}: unknown; configurations are {', '.join(cases)}")
+    return {name: cases[name] for name in wanted}
+
+
+def main(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--only", default="", help="comma-separated names of configurations; default: all")
+    parser.add_argument("--seconds", type=float, default=225.0, help="start no configuration after so many seconds")
+    flags = parser.parse_args(args)
+    started = time.monotonic()
+    cases = chosen(flags.only)
+
+    import torch
+
+    from dit.run_folder import device_name, environment
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    planned_for = device_name(device) if device.type == "cuda" else "cpu"
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        made = pool.map(partial(predict, planned_for), cases.items())
+        predictions = {name: (plan, sizes) for name, plan, sizes in made}
+    frozen = json.dumps({name: plan for name, (plan, _) in predictions.items()}, sort_keys=True)
+    result = {"environment": environment(device, 1), "predictions_sha256": hashlib.sha256(frozen.encode()).hexdigest(),
+              "seconds_predicting": time.monotonic() - started, "rows": [], "failed": {}, "left_out": []}
+    print(f"{len(predictions)} predictions frozen in {result['seconds_predicting']:.0f} s", flush=True)
+    for name, settings in cases.items():
+        plan, sizes = predictions[name]
+        if time.monotonic() - started > flags.seconds:
+            result["left_out"].append(name)
+            continue
+        try:
+            if isinstance(plan, str):
+                raise UsageError(plan)
+            measured = measure(config_of(settings), device, record=name == SNAPSHOT_OF and device.type == "cuda")
+            result["rows"].append(row_of(name, settings, plan, measured))
+            print_row(result["rows"][-1])
+            if measured["allocations"]:
+                result["snapshot"] = {"of": name, **compare_allocations(sizes, measured["allocations"])}
+        except (UsageError, RuntimeError) as error:  # one configuration less; the others still count
+            result["failed"][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            print(f"{name:26s}  {result['failed'][name]}", flush=True)
+        free(device)
+        result["seconds"] = time.monotonic() - started
+        flags.output.parent.mkdir(parents=True, exist_ok=True)
+        flags.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{len(result['rows'])} measured, {len(result['failed'])} failed, {len(result['left_out'])} left out, "
+          f"{time.monotonic() - started:.0f} s: {flags.output}")
+    return 1 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    from dit.cli import run
+
+    sys.exit(run(main))
