@@ -286,6 +286,11 @@ def test_latents_of_another_kind(latents, request_, message):
     LatentData(latents, SIZE, num_classes=0)
 
 
+def test_a_model_shaped_for_other_latents(latents):
+    with pytest.raises(UsageError, match=r"shaped for latents of \(16, 8, 12\), those in the data are \(4, 8, 12\)"):
+        PositionDataset(LatentData(latents), seed=0, noise_shape=(16, 8, 12))
+
+
 def test_latents_of_another_vae(latents, vae, tmp_path):
     shutil.copytree(vae, tmp_path / "elsewhere")
     LatentData(latents, vae=str(tmp_path / "elsewhere"))
