@@ -107,8 +107,8 @@ class PositionDataset(Dataset):
             raise UsageError(f"--num-classes {self.num_classes}: the data has {source.num_classes} classes, "
                              f"labels 0 to {source.num_classes - 1}; give at least {source.num_classes}")
         if source.holds_moments and source.sample_shape != self.noise_shape:
-            raise UsageError(f"--data latents: the model is shaped for latents of {self.noise_shape}, those in the data "
-                             f"are {source.sample_shape}; check --image-size, --vae and --latent-channels")
+            raise UsageError(f"--data latents: the model is shaped for latents of {self.noise_shape}, the data has "
+                             f"{source.sample_shape}; check --image-size, --vae and --latent-channels")
         self.order = EndlessOrder(source.num_samples, seed)
 
     def __len__(self) -> int:

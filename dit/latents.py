@@ -5,7 +5,7 @@ A folder has a `manifest.json` and safetensors shards. A shard holds consecutive
 int64, the image's number in the folder. Nothing random is stored: flip, posterior sample and label drop happen at read
 time.
 
-Reads are `pread` of one image's moments rather than a memory map: the same speed from the page cache, one request
+Reads are `pread` of one image's moments rather than a memory map: about as fast from the page cache, one request
 instead of a page fault per 4 KiB from a disk, and a worker's resident memory does not grow by what it has read.
 """
 from __future__ import annotations

@@ -287,7 +287,7 @@ def test_latents_of_another_kind(latents, request_, message):
 
 
 def test_a_model_shaped_for_other_latents(latents):
-    with pytest.raises(UsageError, match=r"shaped for latents of \(16, 8, 12\), those in the data are \(4, 8, 12\)"):
+    with pytest.raises(UsageError, match=r"shaped for latents of \(16, 8, 12\), the data has \(4, 8, 12\)"):
         PositionDataset(LatentData(latents), seed=0, noise_shape=(16, 8, 12))
 
 
