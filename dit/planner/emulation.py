@@ -138,10 +138,3 @@ class MetaPrecision:
 
     def autocast(self) -> AbstractContextManager:
         return self._emulation()
-
-
-def fused_sgd(averages: list[Tensor], *args: object, **kwargs: object) -> None:
-    """What ``aten._fused_sgd_`` allocates: nothing. It has no meta kernel."""
-
-
-REPLACED = {torch.ops.aten._fused_sgd_.default: fused_sgd}

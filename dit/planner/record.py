@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
 
     def _decide(self) -> None:
         alive = {number for number, _ in self._alive.values()}
-        for number in self._undecided & alive:
+        for number in self._undecided & alive:  # None is what a sum has taken over
             self._categories[number] = _CATEGORY["activations"]
         self._undecided.clear()
 
@@ -120,13 +120,29 @@ class Recorder(TorchDispatchMode):
         num_bytes = storage.nbytes()
         if not num_bytes:
             return
-        number = self._allocate(num_bytes, module)
+        self._follow(storage, address, self._allocate(num_bytes, module))
+
+    def _follow(self, storage: torch.UntypedStorage, address: int, number: int) -> None:
+        """Note when a storage dies, unless another one has taken its place by then (:meth:`_sum_in_place`)."""
+        num_bytes = storage.nbytes()
 
         def freed(_: object) -> None:
-            self._free(number, num_bytes)
-            del self._alive[address]
+            number, _ = self._alive.pop(address)
+            if number is not None:
+                self._free(number, num_bytes)
 
         self._alive[address] = (number, weakref.ref(storage, freed))
+
+    def _sum_in_place(self, first: Tensor, result: Tensor) -> None:
+        """Count a sum as written into its first operand.
+
+        So the autograd engine adds up gradients on a device; meta tensors it takes for subclasses, and makes a new one
+        (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
+        """
+        old, new = first.untyped_storage(), result.untyped_storage()
+        number, reference = self._alive[old._cdata]
+        self._alive[old._cdata] = (None, reference)
+        self._follow(new, new._cdata, number)
 
     def _allocate(self, num_bytes: int, module: int) -> int:
         number = len(self._categories)
@@ -148,6 +164,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = self._run(func, args, kwargs)
         module = self._current_module()
+        if func is torch.ops.aten.add.Tensor and self._is_engine_sum(args):
+            self._sum_in_place(args[0], result)
+            func = torch.ops.aten.add_.Tensor
         outputs = [result] if isinstance(result, Tensor) else [o for o in tree_leaves(result) if isinstance(o, Tensor)]
         for output in outputs:
             self._watch(output, module)
@@ -159,6 +178,11 @@ class Recorder(TorchDispatchMode):
         if self.records_ops:
             self._record(func, args, kwargs, result, outputs, module)
         return result
+
+    def _is_engine_sum(self, args: tuple) -> bool:
+        """Whether two gradients of the same tensor are added up: nothing else adds in the backward outside of modules."""
+        return (self.phase == "backward" and not self._stack and isinstance(args[1], Tensor)
+                and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype)
 
     def _run(self, func, args: tuple, kwargs: dict) -> object:
         """The operation's result. What it looks like is computed once per operation and arguments: blocks and steps repeat."""

@@ -11,8 +11,8 @@ from torch.utils import _foreach_utils
 from dit.codec import Codec, build_codec, codec_spec
 from dit.config import TrainConfig
 from dit.ema import warmed_up_decay
-from dit.planner.emulation import REPLACED, Emulation, MetaPrecision, MetaScaler
-from dit.planner.kernels import internals
+from dit.planner.emulation import Emulation, MetaPrecision, MetaScaler
+from dit.planner.kernels import internals, replacements
 from dit.planner.record import Recorder
 from dit.planner.trace import TRACED_STEPS, Recording
 from dit.step import StepParts, build_parts, train_step
@@ -26,7 +26,7 @@ def record(config: TrainConfig, micro_batch: int, *, device_kind: str, dtype: st
 
     ``device_kind`` is cuda or cpu; ``dtype`` None, bf16 or fp16; ``attention`` a key of ``emulation.ATTENTION``.
     """
-    recorder = Recorder(internals(device_kind), REPLACED)
+    recorder = Recorder(internals(device_kind), replacements(device_kind))
 
     def emulation(autocast_dtype: torch.dtype | None = DTYPES[dtype]) -> Emulation:
         return Emulation(device_kind, autocast_dtype, lambda query: attention,
