@@ -79,10 +79,13 @@ def plan_sentence(plan: dict) -> str:
     fits = {"fits": "fits", "tight": "is a tight fit", "does_not_fit": "does NOT fit"}[memory["verdict"]]
     used, total = memory["device_used_bytes"], plan["device"]["memory_bytes"]
     step, hours = time["step_seconds"], run["hours"]
-    return (f"plan: {fits} on {plan['device']['name']} ({show(used['mid'], 'bytes')} of {show(total, 'bytes')}, peak "
-            f"in {memory['peak_phase']}); {show(step['mid'], 's')} per step ({show(step['low'], 's')} to "
-            f"{show(step['high'], 's')}), bound by {time['bound_by']}; {run['steps']:,} steps in "
-            f"{duration(3600 * hours['mid'])}; time from {plan['calibration']['kind']} constants")
+    room = (f"plan: {fits} on {plan['device']['name']} ({show(used['mid'], 'bytes')} of {show(total, 'bytes')}, peak "
+            f"in {memory['peak_phase']})")
+    if step["mid"] is None:
+        return f"{room}; time not planned: this device has not been measured, see scripts/calibrate.py"
+    return (f"{room}; {show(step['mid'], 's')} per step ({show(step['low'], 's')} to {show(step['high'], 's')}), bound "
+            f"by {time['bound_by']}; {run['steps']:,} steps in {duration(3600 * hours['mid'])}; time from "
+            f"{plan['calibration']['kind']} constants")
 
 
 def write_report(folder: Path, plan: dict, result: dict) -> Path:
@@ -145,12 +148,15 @@ def _figure(plan: dict, result: dict, records: list[dict]) -> bytes:
     loss.plot(steps, [record["loss"] for record in records], linewidth=0.8, color="#33658a")
     loss.set(title="loss", xlabel="step", yscale="log")
     timed = [(record["step"], 1e3 * record["step_seconds"]) for record in records if record["step_seconds"]]
-    planned = {end: 1e3 * value for end, value in plan["time"]["step_seconds"].items()}
-    time.plot(*zip(*timed, strict=True), ".", markersize=2, color="#33658a", label="measured")
-    time.axhspan(planned["low"], planned["high"], alpha=0.25, color="#f6ae2d", label="planned, low to high")
-    time.axhline(planned["mid"], color="#f26419", label="planned")
-    middle = sorted(value for _, value in timed)[len(timed) // 2]
-    time.set(title="time per step (ms)", xlabel="step", ylim=(0, 2 * max(planned["high"], middle)))
+    time.plot([step for step, _ in timed], [value for _, value in timed], ".", markersize=2, color="#33658a",
+              label="measured")
+    highest = [sorted(value for _, value in timed)[len(timed) // 2]] if timed else [1.0]
+    if plan["time"]["step_seconds"]["mid"] is not None:
+        planned = {end: 1e3 * value for end, value in plan["time"]["step_seconds"].items()}
+        time.axhspan(planned["low"], planned["high"], alpha=0.25, color="#f6ae2d", label="planned, low to high")
+        time.axhline(planned["mid"], color="#f26419", label="planned")
+        highest.append(planned["high"])
+    time.set(title="time per step (ms)", xlabel="step", ylim=(0, 2 * max(highest)))
     time.legend(loc="lower right")
     phases = result["memory_by_phase"]
     names = list(phases["predicted"])

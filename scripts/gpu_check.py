@@ -3,7 +3,7 @@
     python scripts/gpu_check.py --output benchmarks/gpu_h200.json
 
 One process on the GPU (the predictions are traced in parallel before it is touched), no network, at most four minutes;
-neither diffusers nor tyro is needed. Predictions are frozen and hashed before the first measurement. A ratio away from 1
+neither diffusers nor tyro is needed. Predictions are frozen and hashed before anything is measured. A ratio away from 1
 is a fault to find, in the planner or here; nothing is fitted to these rows.
 """
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity, in its unit. ``ratio`` is measured / predicted; ``within`` is whether ``measured`` is in [low, high].
+    """One quantity, in its unit. ``ratio`` is measured / predicted; ``within`` says whether measured is in [low, high].
 
     Where nothing was measured, ``measured``, ``ratio`` and ``within`` are None and the row judges nothing.
     """
@@ -21,7 +21,7 @@ class Row:
 
 
 ALLOCATED_TOLERANCE, RESERVED_TOLERANCE = 0.02, 0.05
-"""Bytes are counted, not estimated: what a plan may be off by in allocated and in reserved memory before it is wrong."""
+"""Bytes are counted, not estimated: what a plan may be off by in allocated and reserved memory before it is wrong."""
 
 
 def row(quantity: str, unit: str, predicted: float | None, low: float | None, high: float | None,
@@ -45,12 +45,15 @@ def compare(plan: dict, measured: dict[str, float | None]) -> list[Row]:
         low, high = (None, None) if predicted is None else (predicted * (1 - tolerance), predicted * (1 + tolerance))
         return row(quantity, "bytes", predicted, low, high, measured.get(quantity))
 
+    def rate(seconds: float | None) -> float | None:
+        return batch / seconds if seconds else None
+
     rows = [
         within("peak_allocated_bytes", memory["peak_allocated_bytes"], ALLOCATED_TOLERANCE),
         within("peak_reserved_bytes", memory["peak_reserved_bytes"], RESERVED_TOLERANCE),
         row("device_used_bytes", "bytes", used["mid"], used["low"], used["high"], measured.get("device_used_bytes")),
         row("step_seconds", "s", step["mid"], step["low"], step["high"], measured.get("step_seconds")),
-        row("images_per_second", "1/s", time["images_per_second"], batch / step["high"], batch / step["low"],
+        row("images_per_second", "1/s", time["images_per_second"], rate(step["high"]), rate(step["low"]),
             measured.get("images_per_second")),
         within("checkpoint_bytes", plan["disk"]["checkpoint_bytes"], ALLOCATED_TOLERANCE),
     ]

@@ -38,6 +38,13 @@ def test_what_was_not_measured_or_not_predicted_judges_nothing():
     assert rows["peak_reserved_bytes"].within is None and rows["peak_reserved_bytes"].ratio is None
 
 
+def test_a_plan_without_time_judges_memory_alone():
+    unknown = {"step_seconds": {"low": None, "mid": None, "high": None}, "images_per_second": None, "mfu": None}
+    rows = compare(PLAN | {"time": unknown}, {"step_seconds": 1.0, "images_per_second": 1.0, "peak_allocated_bytes": 1000})
+    assert {each.quantity for each in rows if each.within is not None} == {"peak_allocated_bytes"}
+    assert verdict(rows) == "pass"
+
+
 def test_verdict_needs_a_measurement_and_no_miss():
     good, bad, nothing = (row("x", "s", 1.0, 0.9, 1.1, value) for value in (1.0, 2.0, None))
     assert verdict([good, nothing]) == "pass"
