@@ -106,7 +106,7 @@ def wrap_ddp(model: nn.Module, ranks: Ranks) -> nn.Module:
     if ranks.world_size == 1:
         return model
     device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 class StopVote:

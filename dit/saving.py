@@ -46,9 +46,7 @@ def resume(folder: RunFolder, ranks: Ranks, parts: StepParts, say: Callable[[str
 
     The file is read into host memory that is given back before the first step. A collective.
     """
-    path, skipped = ranks.broadcast(checkpoint.newest_valid(folder.checkpoints) if ranks.is_main else None)
-    for line in skipped if ranks.is_main else ():
-        say(line)
+    path = newest(folder, ranks, say)
     if path is None:
         return 0, 0
     state = checkpoint.load(path, is_checked=True)
@@ -59,6 +57,14 @@ def resume(folder: RunFolder, ranks: Ranks, parts: StepParts, say: Callable[[str
     if state.get("scaler"):
         parts.precision.scaler.load_state_dict(state["scaler"])
     return state["step"], state.get("bad_steps", 0)
+
+
+def newest(folder: RunFolder, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint file, the same on every rank; says which newer ones are not whole. A collective."""
+    path, skipped = ranks.broadcast(checkpoint.newest_valid(folder.checkpoints) if ranks.is_main else None)
+    for line in skipped if ranks.is_main else ():
+        say(line)
+    return path
 
 
 class HostCopies:
@@ -95,23 +101,20 @@ class HostCopies:
         return self._pinned[path].copy_(tensor.detach(), non_blocking=True)
 
 
-def _map_tensors(tree: object, copy: Callable[[str, Tensor], Tensor]) -> object:
-    """``tree`` with every tensor replaced by ``copy(path, tensor)``; one that occurs twice is copied once."""
-    copies: dict[tuple, Tensor] = {}
-
-    def walk(node: object, path: str) -> object:
-        if isinstance(node, Tensor):
-            key = (node.data_ptr(), node.dtype, tuple(node.shape))
-            if key not in copies:
-                copies[key] = copy(path, node)
-            return copies[key]
-        if isinstance(node, dict):
-            return {name: walk(value, f"{path}/{name}" if path else str(name)) for name, value in node.items()}
-        if isinstance(node, list | tuple):
-            return type(node)(walk(value, f"{path}/{index}") for index, value in enumerate(node))
-        return node
-
-    return walk(tree, "")
+def _map_tensors(tree: object, copy: Callable[[str, Tensor], Tensor], path: str = "",
+                 made: dict[tuple, Tensor] | None = None) -> object:
+    """``tree`` with every tensor replaced by ``copy(path, tensor)``; one that occurs twice is copied once (``made``)."""
+    made = {} if made is None else made
+    if isinstance(tree, Tensor):
+        key = (tree.data_ptr(), tree.dtype, tuple(tree.shape))
+        if key not in made:
+            made[key] = copy(path, tree)
+        return made[key]
+    if isinstance(tree, dict):
+        return {name: _map_tensors(value, copy, f"{path}/{name}", made) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_map_tensors(value, copy, f"{path}/{index}", made) for index, value in enumerate(tree))
+    return tree
 
 
 def named_tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -139,15 +142,15 @@ class Saver:
 
     def check_room(self) -> None:
         """Raise UsageError if the disk has no room for one file. Every rank must call it."""
-        state = state_of(self._config, self._parts, 0)
+        state = self._state(0, 0)
         self._ranks.on_main(lambda: self._check_room(state))
 
     def save(self, step: int, bad_steps: int) -> None:
         """Begin to write the file of ``step``; wait only for the file before it and for the copy. On every rank."""
         start = time.perf_counter()
-        state = state_of(self._config, self._parts, step, bad_steps)
-        if not self._ranks.is_main:
+        if self._copies is None:
             return
+        state = self._state(step, bad_steps)
         self.wait()
         self._check_room(state)
         copies, ready = self._copies.take(state)
@@ -178,15 +181,22 @@ class Saver:
         line, error, self._line, self._error = self._line, self._error, "", None
         if error is not None:
             raise error
-        self._say(line)
+        if line:
+            self._say(line)
 
     def finish(self) -> None:
         """Let the file under way become complete, whatever comes of it; for a process that is about to end."""
         if self._thread is not None:
             self._thread.join()
 
+    def _state(self, step: int, bad_steps: int) -> dict[str, object]:
+        return state_of(self._config, self._parts, step, bad_steps)
+
+    def _bytes(self, state: dict[str, object]) -> int:
+        return checkpoint.bytes_of(tensor for _, tensor in named_tensors(state))
+
     def _check_room(self, state: dict[str, object]) -> None:
-        needed = checkpoint.bytes_of(tensor for _, tensor in named_tensors(state)) + _SPARE_BYTES
+        needed = self._bytes(state) + _SPARE_BYTES
         free = shutil.disk_usage(self._folder.checkpoints).free
         if free < needed:
             raise UsageError(f"{self._folder.checkpoints}: {free / 2**30:.3g} GiB free, a checkpoint file needs "
@@ -200,17 +210,22 @@ class Saver:
         path = checkpoint.path_of(self._folder.checkpoints, step)
         try:
             ready()
-            _refuse_not_finite(state, path)
+            refuse_not_finite(state, path)
             checkpoint.flush(self._folder.metrics)  # the lines of these steps are as safe as the file
             checkpoint.save(path, state)
             checkpoint.prune(self._folder.checkpoints, step, self._config.run.keep_last, self._config.run.keep_every)
-            self._line = (f"saved {path}  {path.stat().st_size / 2**30:.2f} GiB in "
-                          f"{duration(time.perf_counter() - start)}; training paused {1e3 * pause:.0f} ms")
+            self._line = saved_line(path, time.perf_counter() - start, pause)
         except Exception as error:  # noqa: BLE001 - whatever it is, the loop must hear of it
             self._error = error
 
 
-def _refuse_not_finite(state: dict[str, object], path: Path) -> None:
+def saved_line(path: Path, seconds: float, pause: float) -> str:
+    """What to say of a file that is complete; ``pause`` is how long the training waited, in seconds."""
+    return (f"saved {path}  {checkpoint.size_of(path) / 2**30:.2f} GiB in {duration(seconds)}; "
+            f"training paused {1e3 * pause:.0f} ms")
+
+
+def refuse_not_finite(state: dict[str, object], path: Path) -> None:
     """Raise Diverged naming the first tensor with a number that is not finite."""
     for name, tensor in named_tensors(state):
         if tensor.is_floating_point() and not checkpoint.is_finite([tensor]):
