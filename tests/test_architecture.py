@@ -20,9 +20,9 @@ LAYERS = [
     {"cli", "step", "images", "latents", "sampling"},
     {"data", "parallel", "checkpoint", "metrics_memory", "extraction"},
     {"metrics", "run_folder", "pipeline", "pulse", "guards", "interruption", "sharding"},
-    {"preview", "planner", "evaluation", "saving", "relief"},
+    {"preview", "planner", "evaluation", "saving", "relief", "preflight_checks"},
     {"trainer"},
-    {"trial", "report"},
+    {"trial", "report", "preflight"},
 ]
 LATE = {"diffusers", "torch_fidelity", "matplotlib", "tyro", "rich", "accelerate", "sklearn", "timm.data", "tensorboard"}
 NO_TORCH = ["dit.config", "dit.config_checks", "dit.config_files", "dit.cli", "dit.planner.hardware",
