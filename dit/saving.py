@@ -221,7 +221,7 @@ class Saver:
 
 def saved_line(path: Path, seconds: float, pause: float) -> str:
     """What to say of a file that is complete; ``pause`` is how long the training waited, in seconds."""
-    return (f"saved {path}  {checkpoint.size_of(path) / 2**30:.2f} GiB in {duration(seconds)}; "
+    return (f"saved {path}  {path.stat().st_size / 2**30:.2f} GiB in {duration(seconds)}; "
             f"training paused {1e3 * pause:.0f} ms")
 
 
