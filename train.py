@@ -29,7 +29,7 @@ def start(config: TrainConfig, ranks) -> int:
         plan = ranks.on_main(lambda: freeze_plan(config, folder, ranks))
         heed(config, plan.content, say)
     try:
-        outcome, result = run_trial(config, folder, ranks, device_facts(config, ranks), plan, say)
+        outcome, result = run_trial(config, folder, ranks, device_facts(config, ranks, plan), plan, say)
     except (Diverged, OutOfRoom, RankLost) as error:
         (say or print)(f"stopped: {error}")
         return error.exit_code

@@ -29,10 +29,12 @@ _RATES = ("step_seconds", "images_per_second", "images_per_second_per_device", "
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What turns seconds into rates: training FLOPs per image and the device's peak FLOP/s; None is unknown."""
+    """What turns seconds into rates, and what the plan expects of a step; None is unknown."""
 
     train_flops_per_image: float | None = None
     peak_flops: float | None = None
+    planned_step_seconds: float | None = None
+    planned_peak_bytes: float | None = None
 
 
 class Clock:
@@ -222,14 +224,17 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
 
 
 class Console:
-    """One line every ``every`` steps: the mean loss, the speed, the memory, and the time that is left.
+    """One line every ``every`` steps: the mean loss, speed and memory beside what was planned, and the time left.
 
     ``window`` are the steps since the last such line, where the session before ended between two.
     """
 
     def __init__(self, say: Callable[[str], None], total_steps: int, every: int = 1,
-                 window: Iterable[dict[str, object]] = ()):
+                 window: Iterable[dict[str, object]] = (), facts: DeviceFacts | None = None):
         self._say, self._total, self._every, self._window, self._seconds = say, total_steps, every, list(window), []
+        step, peak = (facts.planned_step_seconds, facts.planned_peak_bytes) if facts else (None, None)
+        self._planned_step = f" (planned {1e3 * step:.1f})" if step else ""
+        self._planned_peak = f" (planned {peak / 2**30:.2f})" if peak else ""
 
     def write(self, records: list[dict[str, object]]) -> None:
         self._window += records
@@ -249,12 +254,12 @@ class Console:
             mean = sum(timed) / len(timed)
             waits = sum(record["data_wait_seconds"] for record in records if record["step_seconds"])
             rate, per_device = (_mean(records, f"images_per_second{per}", ".1f") for per in ("", "_per_device"))
-            parts += [f"{1e3 * mean:.1f} ms/step", f"{rate} images/s ({per_device} per device)",
+            parts += [f"{1e3 * mean:.1f} ms/step{self._planned_step}", f"{rate} images/s ({per_device} per device)",
                       f"data wait {100 * waits / sum(timed):.0f} %"]
         if any(record["mfu"] for record in records):
             parts.append(f"MFU {100 * float(_mean(records, 'mfu', '.6f')):.1f} %")
         peak = max((record["peak_allocated_bytes"] or 0 for record in records), default=0)
-        parts.append(f"peak {peak / 2**30:.2f} GiB" if peak else "peak not measured")
+        parts.append(f"peak {peak / 2**30:.2f} GiB{self._planned_peak}" if peak else "peak not measured")
         skipped = sum(record["skipped"] for record in records)
         if skipped:
             parts.append(f"{skipped} skipped (not finite)")

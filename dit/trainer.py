@@ -26,8 +26,9 @@ from dit.preview import Preview
 from dit.pulse import Pulse
 from dit.relief import Forecast, Relief, adapted
 from dit.run_folder import RunFolder, changed_settings, device_name, environment
-from dit.saving import Saver, resume
-from dit.sharding import wrapping
+from dit.saving import Saver
+from dit.sharded_saving import resume, saver_for
+from dit.sharding import shards_model, wrapping
 from dit.step import StepParts, StepResult, build_parts, no_phase, train_step
 
 WATCHED_STEPS = 3
@@ -100,15 +101,16 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
     parts = build_parts(config, ranks.device, codec, precision, *wrapping(config, ranks, precision))
     total, bad = config.total_steps(len(dataset)), BadSteps(config.optim, precision.scaler.is_enabled())
     step, bad.in_a_row = resume(folder, ranks, parts, say)
-    first, saver, vote = step, Saver(config, folder, ranks, parts, say), StopVote(ranks)
+    first, saver, vote = step, saver_for(config, folder, ranks, parts, say), StopVote(ranks)
     if ranks.is_main:
         _introduce(asked, config, folder, ranks, parts, say, step, total)
     saver.check_room()
     feed, watch = Feed(config, dataset, ranks), MemoryWatch(ranks.device)
     pulse = Pulse(ranks, config.run.rank_timeout, saver.finish)
     relief = Relief(asked, config, folder, ranks, parts, pulse, feed, say, forecast)
-    sinks = _sinks(config, folder, ranks, say, step, total)
-    preview = Preview(config, folder, parts) if config.run.sample_every and ranks.is_main else None
+    sinks = _sinks(config, folder, ranks, facts, say, step, total)
+    draws = config.run.sample_every and (ranks.is_main or shards_model(config, ranks))
+    preview = Preview(config, folder, parts, ranks.is_main) if draws else None
     feed.start(step, config.memory.grad_accum)
     meter, leaving = StepMeter(ranks, config.memory.global_batch_size, facts), step >= total
     with Interruption() as interruption, pulse:
@@ -127,8 +129,9 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
                 meter.resume()
             if config.run.sample_every and step > first and step % config.run.sample_every == 0:
                 pulse.mark(step, "sample")
-                if preview is not None:
-                    say(f"samples: {preview(step)}")
+                line = f"samples: {preview(step)}" if preview is not None else ""
+                if ranks.is_main:
+                    say(line)
                 meter.resume()
             if bad.verdict:
                 accumulation = relief.config.memory.grad_accum
@@ -152,8 +155,8 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
     saver.wait()
     for sink in sinks:
         sink.close()
-    return Outcome(step, total, interruption.signal_number, checkpoint.path_of(folder.checkpoints, step),
-                   watch.peak_by_phase)
+    newest = next(iter(checkpoint.present(folder.checkpoints, step)), checkpoint.path_of(folder.checkpoints, step))
+    return Outcome(step, total, interruption.signal_number, newest, watch.peak_by_phase)
 
 
 def _take_step(parts: StepParts, feed: Feed, step: int, lr: float, decay: float, pulse: Pulse, saver: Saver,
@@ -170,11 +173,12 @@ def _take_step(parts: StepParts, feed: Feed, step: int, lr: float, decay: float,
     return watch.run(take)
 
 
-def _sinks(config: TrainConfig, folder: RunFolder, ranks: Ranks, say: Callable[[str], None], step: int, total: int):
+def _sinks(config: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFacts, say: Callable[[str], None],
+           step: int, total: int):
     if not ranks.is_main:
         return []
     lines, every = JsonLines(folder.metrics, step), config.run.log_every
-    sinks = [lines, Console(say, total, every, records_since(folder.metrics, step - step % every))]
+    sinks = [lines, Console(say, total, every, records_since(folder.metrics, step - step % every), facts)]
     if config.run.tracker != "none":
         settings = {f"{section}.{key}": value for section, table in to_tree(config).items()
                     for key, value in table.items()}
@@ -193,8 +197,8 @@ def _introduce(asked: TrainConfig, config: TrainConfig, folder: RunFolder, ranks
     folder.write_json("environment.json", environment(ranks.device, ranks.world_size))
     micro, accumulation = config.micro_batch(ranks.world_size), config.memory.grad_accum
     parameters = sum(parameter.numel() for parameter in parts.model.parameters())
-    asked = config.precision.attention
-    attention = "unfused (math)" if asked == "math" else f"fused ({asked})"
+    kernel = config.precision.attention
+    attention = "unfused (math)" if kernel == "math" else f"fused ({kernel})"
     say(f"{config.model.model}: {parameters:,} parameters, {config.shape.num_tokens} tokens of "
         f"{config.shape.hidden_size}; run folder {folder.path}")
     say(f"{ranks.world_size} x {device_name(ranks.device)} ({ranks.device.type}); {parts.precision.name}, "

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dit import planner
+from dit import checkpoint, planner
 from dit.config import TrainConfig, UsageError, replace
 from dit.metrics import DeviceFacts, read_metrics
 from dit.parallel import Ranks
@@ -57,11 +57,11 @@ def present_device(ranks: Ranks) -> hardware.Device:
         return hardware.custom_device(torch.cuda.get_device_properties(ranks.device).total_memory)
 
 
-def device_facts(config: TrainConfig, ranks: Ranks) -> DeviceFacts:
-    """Training FLOPs per image, without recomputation, and the device's dense peak for the run's dtype."""
-    peaks = present_device(ranks).peak_flops
-    dtype = resolve(config, ranks.device).name
-    return DeviceFacts(flops.train_flops_per_image(config.shape), peaks[dtype])
+def device_facts(config: TrainConfig, ranks: Ranks, plan: FrozenPlan | None) -> DeviceFacts:
+    """Training FLOPs per image without recomputation, the device's dense peak, and the step as planned."""
+    peak = present_device(ranks).peak_flops[resolve(config, ranks.device).name]
+    step, memory = (plan.content["time"]["step_seconds"], plan.content["memory"]) if plan else ({}, {})
+    return DeviceFacts(flops.train_flops_per_image(config.shape), peak, step.get("mid"), memory.get("peak_allocated_bytes"))
 
 
 def forecast(config: TrainConfig, ranks: Ranks) -> Forecast:
@@ -119,7 +119,7 @@ def measure(steady: list[dict], records: list[dict], checkpoint_file: Path) -> d
         "step_seconds": median("step_seconds"), "images_per_second": median("images_per_second"), "mfu": median("mfu"),
         "peak_allocated_bytes": highest("peak_allocated_bytes"), "peak_reserved_bytes": highest("peak_reserved_bytes"),
         "device_used_bytes": max(used) if used else None,
-        "checkpoint_bytes": checkpoint_file.stat().st_size if checkpoint_file.exists() else None,
+        "checkpoint_bytes": checkpoint.size_of(checkpoint_file) or None,
     }
 
 

@@ -84,10 +84,11 @@ def test_console_line_tells_speed_memory_and_remaining_time():
         "step": 9, "loss": 0.25, "grad_norm": 1.5, "lr": 1e-3, "step_seconds": 2.0, "skipped": 1,
         "data_wait_seconds": 0.5,
         "images_per_second": 4.0, "images_per_second_per_device": 4.0, "peak_allocated_bytes": 3 * 2**30}
-    Console(lines.append, 40).write([record])
+    facts = DeviceFacts(planned_step_seconds=1.9, planned_peak_bytes=2.5 * 2**30)
+    Console(lines.append, 40, facts=facts).write([record])
     line, = lines
-    for words in ("step 10/40", "loss 0.2500", "2000.0 ms/step", "data wait 25 %", "peak 3.00 GiB", "1 skipped",
-                  "left 1m00s"):
+    for words in ("step 10/40", "loss 0.2500", "2000.0 ms/step (planned 1900.0)", "data wait 25 %",
+                  "peak 3.00 GiB (planned 2.50)", "1 skipped", "left 1m00s"):
         assert words in line
 
 
