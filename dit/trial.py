@@ -61,7 +61,8 @@ def device_facts(config: TrainConfig, ranks: Ranks, plan: FrozenPlan | None) -> 
     """Training FLOPs per image without recomputation, the device's dense peak, and the step as planned."""
     peak = present_device(ranks).peak_flops[resolve(config, ranks.device).name]
     step, memory = (plan.content["time"]["step_seconds"], plan.content["memory"]) if plan else ({}, {})
-    return DeviceFacts(flops.train_flops_per_image(config.shape), peak, step.get("mid"), memory.get("peak_allocated_bytes"))
+    return DeviceFacts(flops.train_flops_per_image(config.shape), peak, step.get("mid"),
+                       memory.get("peak_allocated_bytes"))
 
 
 def forecast(config: TrainConfig, ranks: Ranks) -> Forecast:

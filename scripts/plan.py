@@ -2,7 +2,12 @@
 
     python scripts/plan.py --model DiT-XL/2 --amp --ckpt --device A100-80GB --num-devices 8
 
-takes every flag of train.py, any device of the catalogue whether it is here or not, and prints a table or, with --json, plan.json.
+takes every flag of train.py, any device of the catalogue whether it is here or not, and prints a table or, with --json,
+plan.json.
+
+    python scripts/plan.py --model DiT-L/4 --device RTX-4090 --compare "" "--amp" "--amp --ckpt"
+
+puts configurations side by side: each text after --compare is a line of flags over the ones before it.
 """
 
 import json
@@ -17,6 +22,7 @@ from dit.config_files import load_toml
 from dit.planner import Plan, alternatives, plan
 from dit.planner.catalogue import GIB, Device
 from dit.planner.hardware import cpu_device, custom_device, find_device, parse_bytes
+from dit.planner.what_if import side_by_side, variants
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class PlanFlags:
 
     train: TrainConfig = field(default_factory=TrainConfig)
     device: str | None = None
-    """A device of the catalogue, present or not: H100, A100-80GB, RTX 4090, cpu (this one). Default: the one that is here."""
+    """A device of the catalogue, present or not: H100, A100-80GB, RTX 4090, cpu (this one). Default: what is here."""
     num_devices: int = 1
     """Devices that share the work."""
     device_memory: str | None = None
@@ -43,10 +49,14 @@ class PlanFlags:
 
 
 def main(args: list[str]) -> int:
-    path, rest = take_flag(args, "--config")
+    before = args.index("--compare") if "--compare" in args else len(args)
+    path, rest = take_flag(args[:before], "--config")
     flags = parse_flags(PlanFlags, rest, PlanFlags(train=load_toml(path)) if path else PlanFlags(), prog="plan.py")
     _check(flags)
     device = choose_device(flags.device, flags.device_memory)
+    if before < len(args):
+        compare(flags, device, args[before + 1:])
+        return 0
     if flags.table:
         print_fit_table(flags.train, device)
         return 0
@@ -69,6 +79,29 @@ def main(args: list[str]) -> int:
     return 0
 
 
+def compare(flags: PlanFlags, device: Device, texts: list[str]) -> None:
+    """Plan each configuration and print them side by side, or their plans as one JSON object."""
+    if len(texts) < 2:
+        raise UsageError('--compare needs two or more lines of flags after it: --compare "" "--amp"')
+    plans = {}
+    with nullcontext() if flags.json else _status():
+        for text, config in variants(texts, flags.train).items():
+            plans[text] = plan(config, device, flags.num_devices, num_samples=flags.num_samples,
+                               price_per_device_hour=flags.price_per_device_hour).to_dict()
+    if flags.json:
+        print(json.dumps(plans, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{flags.train.model.model} on {flags.num_devices} x {device.name}")
+    for name in ("", *plans):
+        table.add_column(name, justify="right" if name else "left")
+    for row in side_by_side(plans):
+        table.add_row(*row)
+    Console(width=max(100, Console().width)).print(table)
+
+
 def _check(flags: PlanFlags) -> None:
     if flags.num_devices < 1:
         raise UsageError(f"--num-devices {flags.num_devices}: must be at least 1")
@@ -85,7 +118,7 @@ def choose_device(name: str | None, memory: str | None) -> Device:
     memory_bytes = parse_bytes(memory) if memory is not None else None
     if name is None and memory_bytes is not None:
         return custom_device(memory_bytes)
-    device = cpu_device() if name is not None and name.lower() == "cpu" else find_device(name) if name else present_device()
+    device = present_device() if name is None else find_device(name)
     if memory_bytes is None:
         return device
     return dataclasses.replace(device, memory_bytes=memory_bytes,
@@ -112,7 +145,7 @@ def advice(config: TrainConfig, device: Device, num_devices: int) -> str:
     """What would make a run fit that does not."""
     found = alternatives.what_would_fit(config, device, num_devices)
     if found is None:
-        return "Neither AMP, checkpointing, a smaller micro-batch nor doing without the average of the weights makes it fit."
+        return "Neither AMP, checkpointing, a smaller micro-batch nor doing without the weights' average makes it fit."
     return f"It would fit with {found.flags}: {_gib(found.memory.device_used_bytes['mid'])} in use."
 
 
@@ -129,10 +162,12 @@ def print_plan(planned: Plan, content: Mapping[str, object]) -> None:
     rows = [("verdict", memory["verdict"].replace("_", " ")),
             ("batch", f"{planned.step.micro_batch} micro-batch x {accumulation} accumulation x {num_devices} devices = "
                       f"{config['memory']['global_batch_size']}"),
-            ("memory in use", f"{_range(memory['device_used_bytes'], GIB, 'GiB')}  of {_gib(content['device']['memory_bytes'])}"),
+            ("memory in use", f"{_range(memory['device_used_bytes'], GIB, 'GiB')}  of "
+                              f"{_gib(content['device']['memory_bytes'])}"),
             ("allocated at the peak", f"{_gib(memory['peak_allocated_bytes'])}  in phase {memory['peak_phase']}"),
             ("reserved at the peak", _gib(memory["peak_reserved_bytes"])),
-            *((f"  {name.replace('_', ' ')}", _gib(size)) for name, size in memory["by_category"].items() if size >= GIB / 100),
+            *((f"  {name.replace('_', ' ')}", _gib(size)) for name, size in memory["by_category"].items()
+              if size >= memory["peak_allocated_bytes"] / 500),
             ("step", _range(time["step_seconds"], 1e-3, "ms")),
             ("images per second", _number(time["images_per_second"])),
             ("MFU", "unknown" if time["mfu"] is None else f"{time['mfu']:.1%}"),
