@@ -19,6 +19,7 @@ from dit.config import UsageError
 from dit.metrics_memory import Memory, device_used_bytes, read_memory
 from dit.parallel import Ranks
 from dit.step import StepResult
+from dit.terminal import duration
 
 KEYS = ("step", "loss", "grad_norm", "lr", "step_seconds", "data_wait_seconds", "images_per_second",
         "images_per_second_per_device", "model_tflops_per_device", "mfu", "allocated_bytes", "peak_allocated_bytes",
@@ -275,18 +276,6 @@ class Console:
 def _mean(records: Iterable[dict[str, object]], key: str, form: str) -> str:
     values = [record[key] for record in records if record[key] is not None]
     return format(sum(values) / len(values), form) if values else "n/a"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them: 8s, 4m05s, 3h12m, 2d07h."""
-    seconds = int(seconds + 0.5)
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    if seconds < 86400:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
 
 
 class Tracker:

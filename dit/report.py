@@ -9,7 +9,8 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
-from dit.metrics import duration, read_metrics
+from dit.metrics import read_metrics
+from dit.terminal import duration, show
 
 TITLES = {
     "peak_allocated_bytes": "peak memory, allocated", "peak_reserved_bytes": "peak memory, reserved",
@@ -17,19 +18,6 @@ TITLES = {
     "images_per_second": "images per second", "checkpoint_bytes": "checkpoint file", "mfu": "MFU",
 }
 _COLUMNS = ("quantity", "predicted", "low", "high", "measured", "ratio", "within")
-
-
-def show(value: float | None, unit: str) -> str:
-    """A figure with its unit as people read it: GiB or MiB, ms, %; "not measured" for None."""
-    if value is None:
-        return "not measured"
-    if unit == "bytes":
-        return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
-    if unit == "s":
-        return f"{1e3 * value:.1f} ms" if value < 10 else f"{value:.2f} s"
-    if unit == "1/s":
-        return f"{value:.1f}/s"
-    return f"{100 * value:.1f} %"
 
 
 def table_rows(rows: Iterable[dict]) -> list[tuple[str, ...]]:

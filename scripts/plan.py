@@ -10,6 +10,7 @@ plan.json.
 puts configurations side by side: each text after --compare is a line of flags over the ones before it.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Mapping
@@ -17,12 +18,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from dit.cli import parse_flags, run, settle, take_flag
-from dit.config import PRESETS, TrainConfig, UsageError
+from dit.config import PRESETS, TrainConfig, UsageError, replace
 from dit.config_files import load_toml
 from dit.planner import Plan, alternatives, plan
-from dit.planner.catalogue import GIB, Device
+from dit.planner.catalogue import Device
 from dit.planner.hardware import cpu_device, custom_device, find_device, parse_bytes
 from dit.planner.what_if import side_by_side, variants
+from dit.terminal import duration, show
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ def main(args: list[str]) -> int:
         compare(flags, device, args[before + 1:])
         return 0
     if flags.table:
-        print_fit_table(flags.train, device)
+        print_fit_table(_settle(flags.train), device)
         return 0
-    config = settle(flags.train)
+    config = _settle(flags.train)
     with nullcontext() if flags.json else _status():
         planned = plan(config, device, flags.num_devices, num_samples=flags.num_samples,
                        price_per_device_hour=flags.price_per_device_hour)
@@ -111,10 +113,15 @@ def _check(flags: PlanFlags) -> None:
         raise UsageError(f"--price-per-device-hour {flags.price_per_device_hour}: must be a number of at least 0")
 
 
+def _settle(config: TrainConfig) -> TrainConfig:
+    """The config, checked. Where the data lie need not be known: only their shape matters here."""
+    if config.data.data not in ("folder", "latents") or config.data.data_path:
+        return settle(config)
+    return replace(settle(replace(config, data_path="PATH")), data_path=None)
+
+
 def choose_device(name: str | None, memory: str | None) -> Device:
     """The device to plan for. Raises UsageError for one that is unknown and whose memory is not given."""
-    import dataclasses
-
     memory_bytes = parse_bytes(memory) if memory is not None else None
     if name is None and memory_bytes is not None:
         return custom_device(memory_bytes)
@@ -146,7 +153,7 @@ def advice(config: TrainConfig, device: Device, num_devices: int) -> str:
     found = alternatives.what_would_fit(config, device, num_devices)
     if found is None:
         return "Neither AMP, checkpointing, a smaller micro-batch nor doing without the weights' average makes it fit."
-    return f"It would fit with {found.flags}: {_gib(found.memory.device_used_bytes['mid'])} in use."
+    return f"It would fit with {found.flags}: {show_bytes(found.memory.device_used_bytes['mid'])} in use."
 
 
 # ---- for people ----
@@ -162,22 +169,22 @@ def print_plan(planned: Plan, content: Mapping[str, object]) -> None:
     rows = [("verdict", memory["verdict"].replace("_", " ")),
             ("batch", f"{planned.step.micro_batch} micro-batch x {accumulation} accumulation x {num_devices} devices = "
                       f"{config['memory']['global_batch_size']}"),
-            ("memory in use", f"{_range(memory['device_used_bytes'], GIB, 'GiB')}  of "
-                              f"{_gib(content['device']['memory_bytes'])}"),
-            ("allocated at the peak", f"{_gib(memory['peak_allocated_bytes'])}  in phase {memory['peak_phase']}"),
-            ("reserved at the peak", _gib(memory["peak_reserved_bytes"])),
-            *((f"  {name.replace('_', ' ')}", _gib(size)) for name, size in memory["by_category"].items()
+            ("memory in use", f"{_range(memory['device_used_bytes'], 'bytes')} of "
+                              f"{show_bytes(content['device']['memory_bytes'])}"),
+            ("allocated at the peak", f"{show_bytes(memory['peak_allocated_bytes'])}  in phase {memory['peak_phase']}"),
+            ("reserved at the peak", show_bytes(memory["peak_reserved_bytes"])),
+            *((f"  {name.replace('_', ' ')}", show_bytes(size)) for name, size in memory["by_category"].items()
               if size >= memory["peak_allocated_bytes"] / 500),
-            ("step", _range(time["step_seconds"], 1e-3, "ms")),
+            ("step", _range(time["step_seconds"], "s")),
             ("images per second", _number(time["images_per_second"])),
             ("MFU", "unknown" if time["mfu"] is None else f"{time['mfu']:.1%}"),
             ("bound by", time["bound_by"] or "unknown"),
             ("steps", f"{run['steps']:,}"),
-            ("hours", _range(run["hours"], 1, "h")),
+            ("whole run", _hours(run["hours"])),
             ("device-hours", _number(run["device_hours"])),
             *([("cost", _number(run["cost"]))] if run["cost"] is not None else []),
-            ("checkpoint file", _gib(content["disk"]["checkpoint_bytes"])),
-            ("run's folder", _gib(content["disk"]["run_bytes"])),
+            ("checkpoint file", show_bytes(content["disk"]["checkpoint_bytes"])),
+            ("run's folder", show_bytes(content["disk"]["run_bytes"])),
             ("figures from", content["calibration"]["source"])]
     for row in rows:
         table.add_row(*row)
@@ -200,7 +207,7 @@ def print_fit_table(config: TrainConfig, device: Device) -> None:
         for model, _, micro_batch in alternatives.fit_table(config, device):
             found.setdefault(model, []).append(str(micro_batch) if micro_batch else "-")
             progress(sum(map(len, found.values())), len(PRESETS) * len(columns))
-    table = Table(title=f"largest micro-batch that fits on one {device.name} ({_gib(device.memory_bytes)})")
+    table = Table(title=f"largest micro-batch that fits on one {device.name} ({show_bytes(device.memory_bytes)})")
     for name in ("model", *columns):
         table.add_column(name, justify="left" if name == "model" else "right")
     for model, cells in found.items():
@@ -215,19 +222,26 @@ def _status():
     return Console(file=sys.stderr).status("tracing the step")
 
 
-def _gib(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else f"{num_bytes / GIB:.2f} GiB"
+def show_bytes(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else show(num_bytes, "bytes")
 
 
 def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:,.1f}"
 
 
-def _range(values: Mapping[str, float | None], unit: float, name: str) -> str:
+def _range(values: Mapping[str, float | None], unit: str) -> str:
     if values["mid"] is None:
         return "unknown"
-    low, mid, high = (f"{values[key] / unit:,.2f}" for key in ("low", "mid", "high"))
-    return f"{mid} {name} ({low} to {high})"
+    low, mid, high = (show(values[key], unit) for key in ("low", "mid", "high"))
+    return f"{mid} ({low} to {high})"
+
+
+def _hours(values: Mapping[str, float | None]) -> str:
+    if values["mid"] is None:
+        return "unknown"
+    low, mid, high = (duration(3600 * values[key]) for key in ("low", "mid", "high"))
+    return f"{mid} ({low} to {high})"
 
 
 if __name__ == "__main__":

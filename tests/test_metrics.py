@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from dit.config import UsageError
-from dit.metrics import KEYS, Console, DeviceFacts, JsonLines, StepMeter, Tracker, duration, read_metrics
+from dit.metrics import KEYS, Console, DeviceFacts, JsonLines, StepMeter, Tracker, read_metrics
 from dit.metrics_memory import Memory, MemoryWatch
 from dit.parallel import Ranks
 from dit.step import StepResult
+from dit.terminal import duration
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 

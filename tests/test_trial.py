@@ -10,7 +10,8 @@ import pytest
 from dit.config import TrainConfig, UsageError, replace
 from dit.metrics import KEYS
 from dit.planner.compare import as_dicts, row, verdict
-from dit.report import plan_sentence, print_table, show, table_rows, verdict_sentence, write_report
+from dit.report import plan_sentence, print_table, table_rows, verdict_sentence, write_report
+from dit.terminal import show
 from dit.trial import full_run, measure, warmup_steps
 
 ROOT = Path(__file__).parent.parent
