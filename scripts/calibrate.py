@@ -44,14 +44,15 @@ def main(args: list[str]) -> None:
 
     if flags.threads:
         torch.set_num_threads(flags.threads)
-    name, threads = calibration.cpu_name(), torch.get_num_threads()
+    on_gpu = torch.cuda.is_available() and not flags.threads
+    name, threads = (present_gpu().name, None) if on_gpu else (calibration.cpu_name(), torch.get_num_threads())
     path = calibration.path_of(name, threads)
     found = calibration.load(path)
     if found and not flags.force and (flags.quick or "quick" not in found.source):
         print(f"already calibrated: {found.source}\n{path}\n--force measures again")
         return
     started = time.perf_counter()
-    result = calibrate_cpu(name, threads, flags.quick, Progress())
+    result = calibrate_gpu(Progress()) if on_gpu else calibrate_cpu(name, threads, flags.quick, Progress())
     calibration.save(result, path)
     print(f"\r\033[K{result.source}: {sum(map(len, result.rows.values()))} measurements in "
           f"{time.perf_counter() - started:.0f} s")
@@ -65,7 +66,8 @@ def parse(args: list[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="about 20 seconds instead of a minute")
     parser.add_argument("--force", action="store_true", help="measure again although there is a calibration")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: torch's own choice")
+    parser.add_argument("--threads", type=int, default=0,
+                        help="measure the CPU with so many threads; default: the GPU, or torch's own choice")
     return parser.parse_args(args)
 
 
@@ -82,13 +84,12 @@ def calibrate_cpu(name: str, threads: int, quick: bool,
     """Measure and fit. ``threads`` is for the record; torch must have been told already."""
     from importlib.metadata import version
 
-    from dit.planner.micro_benchmarks import reference_config, time_step
+    from dit.planner.micro_benchmarks import time_step
 
     plans = QUICK_STEPS if quick else FULL_STEPS
     steps = []
     for index, (width, depth, heads, tokens, batch, changes) in enumerate(plans):
-        config = reference_config(TrainConfig(), width=width, depth=depth, heads=heads, tokens=tokens, batch=batch,
-                                  **changes)
+        config = _reference(width, depth, heads, tokens, batch, changes)
         extras = "".join(f" {value}" for value in changes.values() if isinstance(value, str))
         label = f"width {width} depth {depth} tokens {tokens} batch {batch}{extras}"
         progress(index, len(plans) + 2, label)
@@ -100,6 +101,67 @@ def calibrate_cpu(name: str, threads: int, quick: bool,
     source = (f"measured on {name}, {threads} threads, torch {version('torch')}, {time.strftime('%Y-%m-%d')}, "
               f"{'quick' if quick else 'full'}")
     return calibration.fit(source, steps, singles, _data())
+
+
+# width, depth, heads, tokens, batch, other settings: large enough for the host to run ahead of the device.
+GPU_STEPS = (
+    (768, 2, 12, 256, 64, {"amp": True}), (1024, 2, 16, 256, 32, {"amp": True}), (1024, 2, 16, 256, 32, {}),
+    (768, 2, 12, 64, 128, {"amp": True, "attention": "math"}), (1280, 2, 16, 1024, 8, {"amp": True}))
+GPU_HOST_STEP = (256, 12, 4, 16, 2, {"amp": True})  # all host
+
+
+def present_gpu():
+    """The catalogue's entry of the first GPU. Raises UsageError where it is not in the catalogue."""
+    import torch
+
+    from dit.planner.hardware import find_device
+
+    return find_device(torch.cuda.get_device_name(0))
+
+
+def calibrate_gpu(progress: Callable[[int, int, str], None]) -> calibration.Calibration:
+    """Factors of this GPU over the catalogue's priors, per class of operation and for the host."""
+    import torch
+
+    from dit.planner import priors
+    from dit.planner.micro_benchmarks import time_gpu_step
+    from dit.planner.op_class import works
+
+    device = present_gpu()
+    rates = priors.rates(device, tf32=True)
+    steps = []
+    for index, (width, depth, heads, tokens, batch, changes) in enumerate((*GPU_STEPS, GPU_HOST_STEP)):
+        progress(index, len(GPU_STEPS) + 1, f"width {width} tokens {tokens} batch {batch}")
+        config = _reference(width, depth, heads, tokens, batch, changes)
+        ops, seconds, host, _ = time_gpu_step(config)
+        each = works(ops)
+        prior = [priors.device_seconds(work, rates)[0] for work in each]
+        steps.append(([work.cls for work in each], seconds, prior, host,
+                      sum(priors.host_seconds(work, op.phase) for work, op in zip(each, ops, strict=True))))
+    *large, tiny = steps
+    factors = _gpu_factors(large) | {"dispatch": tiny[3] / tiny[4]}
+    residuals = {}
+    for index, ((width, _, _, tokens, batch, _), step) in enumerate(zip(GPU_STEPS, large, strict=True)):
+        others = _gpu_factors([other for other in large if other is not step])
+        planned = sum(p * others.get(c, 1.0) for c, p in zip(step[0], step[2], strict=True))
+        residuals[f"{index}: width {width} tokens {tokens} batch {batch}"] = planned / sum(step[1]) - 1
+    typical = sorted(abs(value) for value in residuals.values())[len(residuals) // 2]
+    source = (f"measured on {device.name}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+              f"{time.strftime('%Y-%m-%d')}")
+    return calibration.Calibration("measured", source, factors=factors, residuals=residuals,
+                                   spread=max(calibration.SPREAD_FLOOR, 2 * typical))
+
+
+def _gpu_factors(steps: list[tuple]) -> dict[str, float]:
+    """Fitted to operations that last longer than the launch of one."""
+    rows = [row for step in steps for row in zip(*step[:3], strict=True) if row[2] > 2e-5]
+    return calibration.fit_factors(*zip(*rows, strict=True))
+
+
+def _reference(width: int, depth: int, heads: int, tokens: int, batch: int, changes: dict[str, object]) -> TrainConfig:
+    from dit.planner.micro_benchmarks import reference_config
+
+    return reference_config(TrainConfig(), width=width, depth=depth, heads=heads, tokens=tokens, batch=batch, **changes)
 
 
 def _gemms(quick: bool) -> list[tuple[Work, float]]:

@@ -5,6 +5,7 @@
 are measured are fixed, and small.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -21,9 +22,10 @@ import numpy as np
 from dit.planner.cache import folder
 from dit.planner.op_class import Work
 
-FORMAT = 1
+FORMAT = 2
 BANDWIDTH_OCTAVES = 0.8  # how far a measured product's rate reaches, in factors of two of each of its sizes
 FAR = 8  # beyond so many times the largest size measured of a kernel, its class decides
+PRIOR_WEIGHT = 0.02  # of a GPU's prior, as a share of all measured seconds
 SPREAD_FLOOR = 0.05  # no interval is narrower: runs of the same step differ by as much
 Row = tuple[float, ...]  # the numbers of Work.size, then seconds
 
@@ -80,7 +82,7 @@ class Calibration:
             if work.size[0] > FAR * table[:, 0].max():  # a scalar's time says nothing of a large tensor's
                 table = self._table(" " + work.key.rsplit(" ", 1)[1], work.cls, 1)
             return _on_curve(table, work.size[0])
-        if work.cls in ("optimizer", "ema", "reduction", "elementwise", "copy"):
+        if work.cls in ("optimizer", "ema"):
             return _multi_tensor(table, work.size)
         return _by_rate(table, work.size)
 
@@ -168,8 +170,24 @@ def fit(source: str, steps: Sequence[Step], singles: Iterable[tuple[Work, float]
         residuals[step.name] = step_seconds(others, step.phases, step.works) / sum(step.phase_seconds.values()) - 1
     typical = float(np.median([abs(math.log1p(value)) for value in residuals.values()])) if residuals else 0.1
     noise = float(np.median([math.log1p(step.noise) for step in steps])) if steps else 0.0
-    return Calibration(**{**vars(whole), "_memo": {}, "spread": max(SPREAD_FLOOR, 2 * typical) + noise, "residuals": residuals,
-                          "data": dict(data or {})})
+    spread = max(SPREAD_FLOOR, 2 * typical) + noise
+    return dataclasses.replace(whole, _memo={}, spread=spread, residuals=residuals, data=dict(data or {}))
+
+
+def fit_factors(classes: Sequence[str], measured: Sequence[float], prior: Sequence[float]) -> dict[str, float]:
+    """Per class, measured over prior seconds: the median of operations weighted by time, drawn towards 1.
+
+    Each class starts with a vote for 1 that weighs PRIOR_WEIGHT of all measured seconds.
+    """
+    factors, total = {}, sum(measured)
+    for cls in set(classes):
+        votes = sorted((s / p, s) for c, s, p in zip(classes, measured, prior, strict=True) if c == cls and p > 0)
+        weight = sum(seconds for _, seconds in votes)
+        if weight:
+            middle, passed = weight / 2, np.cumsum([seconds for _, seconds in votes])
+            median = votes[int(np.searchsorted(passed, middle))][0]
+            factors[cls] = float(math.exp(math.log(median) * weight / (weight + PRIOR_WEIGHT * total)))
+    return factors
 
 
 def _fit(source: str, steps: Sequence[Step], singles: Sequence[tuple[Work, float]]) -> Calibration:

@@ -18,6 +18,8 @@ MIB = 1 << 20
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 * MIB, 25 * MIB  # torch.nn.parallel.DistributedDataParallel's defaults
 # Bus bandwidth of nccl-tests over the link's datasheet figure, large messages: 230 of 300 and 360 of 450 GB/s.
 LINK_EFFICIENCY = 0.75
+# Over PCIe traffic passes the host's bridges, on GeForce cards its memory: 6-12 of 31.5 GB/s with 4 to 8 devices.
+PCIE_EFFICIENCY = 0.35
 NETWORK_EFFICIENCY = 0.80  # of the adapters' rate
 # Gloo between two processes on one machine: loopback sockets, no overlap with arithmetic on the same cores.
 GLOO_BYTES_PER_SECOND, GLOO_LATENCY_SECONDS = 1.0e9, 1.5e-4
@@ -80,7 +82,7 @@ def all_reduce_seconds(num_bytes: float, num_devices: int, link: Link, node: Nod
     """
     per_node = node.devices_per_node if node else num_devices
     inside, nodes = min(num_devices, per_node), math.ceil(num_devices / per_node)
-    rate = link.bytes_per_second * LINK_EFFICIENCY
+    rate = link.bytes_per_second * (PCIE_EFFICIENCY if link.name.startswith("PCIe") else LINK_EFFICIENCY)
     hop = link.latency_seconds
     if nodes == 1:
         ring = all_reduce_bytes(num_bytes, num_devices) / rate + 2 * (num_devices - 1) * hop

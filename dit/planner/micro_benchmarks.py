@@ -42,20 +42,37 @@ class TimedStep:
     noise: float
 
 
-class OpTimer(TorchDispatchMode):
-    """Clocks every operation below autograd. ``describes`` also notes what each one is."""
+def cuda_mark() -> torch.cuda.Event:
+    """A moment in the device's own time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, describes: bool):
+
+class OpTimer(TorchDispatchMode):
+    """Clocks every operation below autograd. ``describes`` also notes what each one is.
+
+    ``mark`` gives a moment: the host's clock, or :func:`cuda_mark`, which is right where the host runs ahead.
+    """
+
+    def __init__(self, describes: bool, mark: Callable[[], object] = time.perf_counter):
         super().__init__()
-        self.describes, self.phase = describes, ""
-        self.seconds: list[float] = []
+        self.describes, self.phase, self._mark = describes, "", mark
+        self._spans: list[tuple[object, object]] = []
         self.ops: list[Op] = []
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each operation. On a GPU, synchronise first."""
+        if self._mark is cuda_mark:
+            return [start.elapsed_time(end) / 1e3 for start, end in self._spans]
+        return [end - start for start, end in self._spans]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        start = time.perf_counter()
+        start = self._mark()
         result = func(*args, **kwargs)
-        self.seconds.append(time.perf_counter() - start)
+        self._spans.append((start, self._mark()))
         if self.describes:
             self.ops.append(_describe(func, args, kwargs, result, self.phase))
         return result
@@ -104,15 +121,14 @@ def time_step(name: str, config: TrainConfig, repeats: int) -> TimedStep:
                      totals[repeats // 2] / totals[repeats // 4] - 1)
 
 
-def stepper(config: TrainConfig) -> Callable[..., object]:
-    """A function that takes one step of ``config`` on the CPU, always on one batch; it may be given ``phase``."""
-    parts, batches = _prepare(config)
+def stepper(config: TrainConfig, device: str = "cpu") -> Callable[..., object]:
+    """A function that takes one step of ``config``, always on one batch; it may be given ``phase``."""
+    parts, batches = _prepare(config, torch.device(device))
     return lambda phase=no_phase: train_step(parts, batches, config.memory.grad_accum, lr=1e-4, ema_decay=0.99,
                                              phase=phase)
 
 
-def _prepare(config: TrainConfig) -> tuple[StepParts, Iterator[dict[str, Tensor]]]:
-    device = torch.device("cpu")
+def _prepare(config: TrainConfig, device: torch.device) -> tuple[StepParts, Iterator[dict[str, Tensor]]]:
     parts = build_parts(config, device, Codec(codec_spec("none")), resolve(config, device))
     size, shape = config.micro_batch(1), config.latent_shape
     batch = {"x": torch.randn(size, *shape), "noise": torch.randn(size, *shape), "drop": torch.rand(size) < 0.1,
@@ -145,6 +161,26 @@ def _phases(step: Callable) -> dict[str, float]:
     for (name, start), (_, end) in zip(marks, marks[1:], strict=False):
         seconds[name] = seconds.get(name, 0.0) + end - start
     return seconds
+
+
+def time_gpu_step(config: TrainConfig, repeats: int = 5) -> tuple[tuple[Op, ...], list[float], float, float]:
+    """(operations, least device seconds of each, host seconds, seconds) of ``config``'s step on the present GPU."""
+    step = stepper(config, "cuda")
+    step()
+    describing = OpTimer(describes=True)
+    _timed(step, describing)
+    runs, hosts, walls = [], [], []
+    for _ in range(repeats):
+        timer = OpTimer(False, cuda_mark)
+        _timed(step, timer)
+        torch.cuda.synchronize()
+        runs.append(timer.seconds)
+        start = time.perf_counter()
+        step()
+        hosts.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        walls.append(time.perf_counter() - start)
+    return tuple(describing.ops), list(map(min, zip(*runs, strict=True))), min(hosts), min(walls)
 
 
 def reference_config(base: TrainConfig, *, width: int, depth: int, heads: int, tokens: int, batch: int,

@@ -18,7 +18,7 @@ _OF_NAME = {
     "native_layer_norm": "norm", "native_layer_norm_backward": "norm", "native_group_norm": "norm",
     "native_group_norm_backward": "norm", "_softmax": "norm", "_softmax_backward_data": "norm",
     "_safe_softmax": "norm", "sum": "reduction", "mean": "reduction", "linalg_vector_norm": "reduction",
-    "_foreach_norm": "reduction", "clone": "copy", "copy_": "copy", "_to_copy": "copy", "cat": "copy", "stack": "copy",
+    "clone": "copy", "copy_": "copy", "_to_copy": "copy", "cat": "copy", "stack": "copy",
     "slice_backward": "copy", "select_backward": "copy", "constant_pad_nd": "copy", "embedding": "indexing",
     "index": "indexing", "gather": "indexing", "embedding_dense_backward": "indexing", "index_put": "indexing",
     "index_put_": "indexing",
@@ -55,7 +55,7 @@ def _work(op: Op, before: Op | None) -> Work:
     num_bytes = op.bytes_read + op.bytes_written
     cls = _class(op, name)
     size: tuple[float, ...] = (max(1.0, float(num_bytes)),)
-    kernel, flops = name, op.flops
+    kernel, flops = name.rstrip("_"), op.flops  # in place or not, the work is the same
     if cls == "gemm":
         size, kernel = _gemm_size(op), f"gemm {_layout(op, name, before)}"
     elif cls == "batched gemm":
@@ -66,7 +66,7 @@ def _work(op: Op, before: Op | None) -> Work:
         flops = flops or attention_flops(size, backward=cls.endswith("backward"))
     elif cls == "convolution":
         size, kernel = (max(1.0, float(op.flops)),), f"{name} {'patches' if _is_patch_embedding(op) else 'general'}"
-    elif op.num_tensors > 1 and not op.inputs:
+    elif name.startswith(("_foreach", "_fused")):
         size = (float(op.num_tensors), max(1.0, float(num_bytes)))
     return Work(f"{kernel} {op.dtype}", cls, size, flops, num_bytes)
 
@@ -76,8 +76,8 @@ def _class(op: Op, name: str) -> str:
         return "view"
     if "scaled_dot_product" in name:
         return "attention backward" if name.endswith("backward") else "attention forward"
-    if op.phase in ("optimizer", "ema") and (op.num_tensors > 1 or name.startswith(("_fused", "_foreach"))):
-        return op.phase
+    if name.startswith(("_foreach", "_fused")):
+        return "ema" if op.phase == "ema" else "optimizer"
     return _OF_NAME.get(name, "elementwise")
 
 

@@ -22,9 +22,11 @@ K_OVERHEAD = {"fp32": 16, "tf32": 64, "fp16": 96, "bf16": 96}
 MAX_SPLITS = 16  # cuBLAS splits a long inner dimension to fill the device
 
 # FlashAttention-2 paper (arXiv 2307.08691), figures 4 to 6, A100, head sizes 64 and 128: forward 0.5-0.7 of the peak,
-# backward 0.4-0.6; the lower end, as DiT's sequences are short. Head sizes are padded to the next in HEAD_SIZES.
+# backward 0.4-0.6; the lower end, as DiT's sequences are short. Its comparison with xformers' kernels, which are
+# PyTorch's "efficient" ones: 0.30-0.35 and 0.25-0.30. Head sizes are padded to the next a kernel has.
 ATTENTION_EFFICIENCY = {"attention forward": 0.50, "attention backward": 0.40}
-HEAD_SIZES = (32, 64, 96, 128, 160, 192, 256)
+EFFICIENT_ATTENTION_EFFICIENCY = {"attention forward": 0.33, "attention backward": 0.27}
+HEAD_SIZES, EFFICIENT_HEAD_SIZES = (32, 64, 96, 128, 160, 192, 256), (32, 64, 128, 256)
 # 3 x 3 convolutions of a VAE under cuDNN, over the dtype's peak. In fp32 Winograd kernels need 2.25 times fewer
 # operations than are counted (Lavin & Gray, arXiv 1509.09308) and so pass the peak.
 CONVOLUTION_EFFICIENCY = {"fp32": 1.3, "tf32": 0.45, "fp16": 0.45, "bf16": 0.45}
@@ -74,6 +76,8 @@ def device_seconds(work: Work, rates: Rates) -> tuple[float, bool]:
     if dtype == "fp32" and rates.tf32 and work.cls in ("gemm", "batched gemm", "convolution"):
         dtype = "tf32"
     peak = rates.peaks.get(dtype, rates.peaks["fp32"])
+    if dtype == "fp32" and work.cls in ATTENTION_EFFICIENCY:  # CUTLASS makes fp32 of three TF32 products
+        peak = max(peak, rates.peaks.get("tf32", 0.0) / 3)
     traffic = work.bytes / (rates.bandwidth * BANDWIDTH_EFFICIENCY[work.cls])
     arithmetic = work.flops / peak / _efficiency(work, dtype, rates.num_sms) if work.flops else 0.0
     return max(arithmetic, traffic, KERNEL_FLOOR_SECONDS), arithmetic > traffic
@@ -83,9 +87,11 @@ def _efficiency(work: Work, dtype: str, num_sms: int) -> float:
     if work.cls == "convolution":
         return CONVOLUTION_EFFICIENCY[dtype] if "general" in work.key else PATCH_EFFICIENCY
     if work.cls in ATTENTION_EFFICIENCY:
-        head_size = work.size[-1]
-        padded = next((size for size in HEAD_SIZES if size >= head_size), head_size)
-        return ATTENTION_EFFICIENCY[work.cls] * head_size / padded
+        is_efficient = "efficient" in work.key
+        head_size, sizes = work.size[-1], EFFICIENT_HEAD_SIZES if is_efficient else HEAD_SIZES
+        padded = next((size for size in sizes if size >= head_size), head_size)
+        efficiency = EFFICIENT_ATTENTION_EFFICIENCY if is_efficient else ATTENTION_EFFICIENCY
+        return efficiency[work.cls] * head_size / padded
     batch, m, n, k = work.size if len(work.size) == 4 else (1.0, *work.size)
     return GEMM_EFFICIENCY[dtype] * filled(batch, m, n, k, num_sms) * k / (k + K_OVERHEAD[dtype])
 
