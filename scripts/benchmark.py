@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +49,8 @@ from dit.step import StepResult, build_parts, train_step
 from dit.terminal import progress_bar
 
 DIGITS = Path(__file__).parent.parent / "configs" / "digits.toml"
-POOL_STEPS = 4
-"""Steps' worth of different micro-batches, drawn beforehand and repeated."""
+POOL_STEPS = 4  # so many steps' micro-batches are drawn beforehand and repeated
 WARMUP_STEPS = 3
-
 OURS, PLAIN_OURS, PLAIN_DIFFUSERS = ("this project's step", "plain loop, this project's model",
                                      "plain loop, diffusers' model")
 METERED, WATCHED = "this project's step, metrics on", "this project's step, metrics and memory watch"
@@ -66,6 +65,8 @@ class MeasureConfig:
     the machine turns out slower than expected."""
     seconds: float = 30.0
     """Seconds for all rounds together, after the warm-up. A turn has at least two steps."""
+    clock: Literal["wall", "processor"] = "wall"
+    """processor counts the time in which this process's threads run: for a CPU that others use too, and one thread."""
     json: bool = False
     """Print one JSON object, with environment, instead of the table."""
 
@@ -139,7 +140,7 @@ def benchmark(config: BenchmarkConfig) -> dict[str, object]:
             "schema": 1, "environment": environment(ranks.device, 1), "precision": precision_name,
             "load_average": {"before": load_before, "after": os.getloadavg()[0]},
             "config": {name: tree for name, tree in to_tree(config).items() if name not in ("run", "trial")},
-            "rounds": len(rounds), "steps_per_turn": steps,
+            "clock": config.measure.clock, "rounds": len(rounds), "steps_per_turn": steps,
             **summarise(contenders, rounds, config.memory.global_batch_size),
             "instruments": instrument_costs(rounds, metered.host_seconds, config.run.log_every),
         }
@@ -147,12 +148,11 @@ def benchmark(config: BenchmarkConfig) -> dict[str, object]:
 
 def measure(contenders: list[Contender], config: MeasureConfig) -> tuple[int, list[dict[str, float]]]:
     """Returns the number of steps in a turn, and per round the seconds per step of every contender by name."""
-    seconds_per_step = {}
     for contender in contenders:
         contender.turn(WARMUP_STEPS)
-        seconds_per_step[contender.name] = _seconds(contender, 2)
-    round_of_one = sum(seconds_per_step.values())
-    steps = max(2, round(config.seconds / config.rounds / round_of_one))
+    one_round = sum(_seconds(contender, 2, time.perf_counter) for contender in contenders)
+    steps = max(2, round(config.seconds / config.rounds / one_round))
+    clock = time.process_time if config.clock == "processor" else time.perf_counter
     rounds, deadline = [], time.monotonic() + 1.5 * config.seconds
     with progress_bar("measuring") as progress:
         while len(rounds) < config.rounds and (len(rounds) < 3 or time.monotonic() < deadline):
@@ -160,16 +160,16 @@ def measure(contenders: list[Contender], config: MeasureConfig) -> tuple[int, li
             order = (contenders[start:] + contenders[:start])[::1 if len(rounds) % 2 else -1]  # no fixed neighbours
             times = {}
             for contender in order:
-                times[contender.name] = _seconds(contender, steps)
+                times[contender.name] = _seconds(contender, steps, clock)
                 progress(len(rounds) * len(contenders) + len(times), config.rounds * len(contenders))
             rounds.append(times)
     return steps, rounds
 
 
-def _seconds(contender: Contender, steps: int) -> float:
-    start = time.perf_counter()
+def _seconds(contender: Contender, steps: int, clock: Callable[[], float]) -> float:
+    start = clock()
     contender.turn(steps)
-    return (time.perf_counter() - start) / steps
+    return (clock() - start) / steps
 
 
 def summarise(contenders: list[Contender], rounds: list[dict[str, float]], batch: int) -> dict[str, object]:
@@ -373,8 +373,8 @@ def table(result: dict) -> str:
     lines = [f"{config['model']['model']}, data {config['data']['data']}, micro-batch {micro_batch} x accumulation "
              f"{memory['grad_accum']}, {result['precision']}, on {machine['device']}, "
              f"{machine['cpu_threads']} CPU threads, torch {machine['versions']['torch']}",
-             f"{result['rounds']} rounds of {result['steps_per_turn']} steps each; medians, quartiles in brackets; "
-             f"load average {load['before']:.1f} before, {load['after']:.1f} after", "",
+             f"{result['rounds']} rounds of {result['steps_per_turn']} steps each, {result['clock']} time; medians, "
+             f"quartiles in brackets; load average {load['before']:.1f} before, {load['after']:.1f} after", "",
              f"{'':46}{'parameters':>13}  {'ms per step':>24}  {'images/s':>9}  {'time / this step':>21}"]
     lines += [f"{each['name']:46}{each['parameters']:13,}  {_text(each['step_seconds'], 1e3, '.1f'):>24}  "
               f"{each['images_per_second']:9.1f}  {_text(each['time_ratio'], 1, '.3f'):>21}"

@@ -92,6 +92,13 @@ def test_measuring_ends_in_time_on_a_machine_that_became_slower(benchmark):
     assert 3 <= len(rounds) < 10 and time.monotonic() - start < 5
 
 
+def test_the_processors_clock_does_not_count_waiting(benchmark):
+    contender = benchmark.Contender("it", 1, lambda steps: time.sleep(0.02 * steps))
+    for clock, at_least, below in (("wall", 0.02, 9), ("processor", 0, 0.01)):
+        config = benchmark.MeasureConfig(rounds=3, seconds=0.1, clock=clock)
+        assert all(at_least <= times["it"] < below for times in benchmark.measure([contender], config)[1])
+
+
 def test_shares_of_instruments_follow_from_the_rounds(benchmark):
     times = {benchmark.OURS: 2.0, benchmark.METERED: 2.1, benchmark.WATCHED: 4.1}
     costs = benchmark.instrument_costs([times] * 3, host_seconds=0.01, log_every=50)
