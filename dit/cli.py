@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dit.config import TrainConfig, UsageError, replace
+from dit.config import IMAGE_DATA, TrainConfig, UsageError, replace
 from dit.config_checks import validate
 from dit.config_files import load_toml
 
@@ -19,14 +19,20 @@ def train_config(args: Sequence[str], *, prog: str) -> TrainConfig:
     """The settings of ``train.py``'s command line: ``--config FILE`` first, flags over it, validated."""
     path, rest = take_flag(args, "--config")
     config = settle(parse_flags(TrainConfig, rest, load_toml(path) if path else TrainConfig(), prog=prog))
-    if config.data.data in ("folder", "latents") and not config.data.data_path:  # a plan can do without
+    if config.data.data in (*IMAGE_DATA, "latents") and not config.data.data_path:  # a plan can do without
         raise UsageError(f"--data {config.data.data} needs --data-path (or try --config configs/digits.toml)")
     return config
 
 
 def settle(config: TrainConfig) -> TrainConfig:
     """Fill in what the VAE or the latents say of themselves, and validate. Raises UsageError."""
-    if config.vae not in ("none", "ema", "mse"):
+    if config.data.data == "latents" and config.data.data_path:
+        from dit.latents import latents_spec
+
+        spec = latents_spec(config.data.data_path)  # the VAE's own name goes with the run, to decode its samples
+        config = replace(config, latent_channels=spec.latent_channels, latent_factor=spec.factor,
+                         vae=config.data.vae or spec.name)
+    elif config.vae not in ("none", "ema", "mse"):
         from dit.codec import codec_spec
 
         spec = codec_spec(config.vae)

@@ -54,6 +54,8 @@ PRESETS: dict[str, dict[str, int]] = {
     for patch in (2, 4, 8)
 }
 NUM_TIMESTEPS = 1000
+IMAGE_DATA = ("folder", "webdataset", "hf")
+"""Values of --data whose samples are images that a VAE encodes in the step."""
 DIGITS_SIZE, DIGITS_CLASSES = 8, 10
 
 
@@ -85,11 +87,12 @@ class ModelConfig:
 class DataConfig:
     """Data"""
 
-    data: Literal["folder", "latents", "digits", "synthetic"] = "folder"
-    """folder: class folders of images; latents: what scripts/extract_latents.py wrote; digits: scikit-learn's 8x8
-    handwritten digits, embedded; synthetic: random latents of the right shape, for measuring."""
+    data: Literal["folder", "latents", "webdataset", "hf", "digits", "synthetic"] = "folder"
+    """folder: class folders of images; latents: what scripts/extract_latents.py wrote; webdataset: tar files of images
+    and labels; hf: a Hugging Face data set saved to disk; digits: scikit-learn's 8x8 handwritten digits, embedded;
+    synthetic: random latents of the right shape, for measuring."""
     data_path: str | None = None
-    """Folder of the images or latents."""
+    """Folder of the images or latents; for webdataset also a pattern such as "train-{000..146}.tar"."""
     vae: str | None = None
     """ema or mse (the official VAEs), the path of a diffusers AutoencoderKL, or none for pixel space. Default: ema for
     images, none for digits."""
@@ -250,7 +253,7 @@ class TrainConfig:
     @property
     def encodes_in_loop(self) -> bool:
         """Whether a VAE runs inside the training step."""
-        return self.data.data == "folder" and self.vae != "none"
+        return self.data.data in IMAGE_DATA and self.vae != "none"
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from dit.config import (
     DIGITS_CLASSES,
     DIGITS_SIZE,
+    IMAGE_DATA,
     PRESETS,
     SECTION_OF,
     TrainConfig,
@@ -90,6 +91,10 @@ def _check_toggles(config: TrainConfig) -> None:
         raise UsageError(f"--amp-dtype {precision.amp_dtype} has no effect without --amp")
     if data.encode_chunk and not config.encodes_in_loop:
         raise UsageError(f"--encode-chunk {data.encode_chunk} has no effect: no VAE runs in the loop here")
+    if data.classes_file and data.data != "folder":
+        raise UsageError(f"--classes-file {data.classes_file} has no effect with --data {data.data}; it names folders")
+    if data.augment != "center-crop" and data.data not in IMAGE_DATA:
+        raise UsageError(f"--augment {data.augment} has no effect with --data {data.data}: no image is cropped here")
     if data.data in ("digits", "synthetic") and data.data_path:
         raise UsageError(f"--data-path {data.data_path} has no effect with --data {data.data}; use --data folder")
     if config.trial.trial and config.trial.plan == "off":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dit.config import TrainConfig, UsageError
-from dit.images import FolderData
+from dit.config import IMAGE_DATA, TrainConfig, UsageError
+from dit.images import ImageData, ImageIndex
 from dit.latents import LatentData
+from dit.packed_images import ArrowIndex, TarIndex
 from dit.randomness import (
     STREAM_NOISE,
     STREAM_POSTERIOR,
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 class LoaderError(RuntimeError):
     """A worker died or met a defect; the message is one line that says where."""
+
+    exit_code = 6
 
 
 class DigitsData:
@@ -111,6 +115,14 @@ class PositionDataset(Dataset):
                              f"{source.sample_shape}; check --image-size, --vae and --latent-channels")
         self.order = EndlessOrder(source.num_samples, seed)
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know at the start, in lines."""
+        if not 0 < self.source.num_classes < self.num_classes:
+            return []
+        return [f"the data has {self.source.num_classes} classes and --num-classes is {self.num_classes}: the others "
+                "are never trained"]
+
     def __len__(self) -> int:
         return self.source.num_samples
 
@@ -150,16 +162,34 @@ def open_source(config: TrainConfig):
         return SyntheticData(config.latent_shape, num_classes)
     if data.data == "latents":
         return LatentData(data.data_path, config.image_hw, vae=data.vae, num_classes=num_classes)
-    return FolderData(data.data_path, config.image_hw, labelled=num_classes > 0, classes_file=data.classes_file,
-                      augment=data.augment)
+    assert data.data in IMAGE_DATA, data.data
+    return ImageData(_image_index(config), config.image_hw, augment=data.augment)
+
+
+def _image_index(config: TrainConfig, first_part: bool = False):
+    """The images of --data-path; with `first_part` a part that is found at once, for measuring."""
+    data, labelled = config.data, config.model.num_classes > 0
+    if data.data == "webdataset":
+        return TarIndex(data.data_path, labelled, max_tars=int(first_part))
+    if data.data == "hf":
+        return ArrowIndex(data.data_path, labelled)
+    if not (first_part and labelled):
+        return ImageIndex(data.data_path, labelled, data.classes_file)
+    with os.scandir(data.data_path) as entries:
+        folders = sorted(entry.path for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    return ImageIndex(folders[0] if folders else data.data_path, labelled=False)
 
 
 def build_dataset(config: TrainConfig) -> PositionDataset:
     """The run's dataset. Raises UsageError as `open_source`, and where the data has more classes than --num-classes."""
+    return _dataset(config, open_source(config), config.model.num_classes)
+
+
+def _dataset(config: TrainConfig, source, num_classes: int | None) -> PositionDataset:
     return PositionDataset(
-        open_source(config), seed=config.run.global_seed, noise_shape=config.latent_shape,
-        num_classes=config.model.num_classes, class_dropout_prob=config.shape.class_dropout_prob,
-        flip=config.data.flip, needs_posterior_noise=config.encodes_in_loop,
+        source, seed=config.run.global_seed, noise_shape=config.latent_shape, num_classes=num_classes,
+        class_dropout_prob=config.shape.class_dropout_prob, flip=config.data.flip,
+        needs_posterior_noise=config.encodes_in_loop,
     )
 
 
@@ -197,19 +227,6 @@ class _Reported(Dataset):
         report = dict(unreadable)
         unreadable.clear()
         return None, batch, report
-
-
-def measured_rate(dataset: PositionDataset, micro_batch: int, seconds: float = 1.0) -> float:
-    """Samples per second that one worker makes on one core of this machine, by making them here for ``seconds``.
-
-    Without the transfer to the training process; divide what the step consumes by it for the number of workers.
-    """
-    dataset.__getitems__(range(micro_batch))  # opens files
-    start, made = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < seconds:
-        made += micro_batch
-        dataset.__getitems__(range(made, made + micro_batch))
-    return made / elapsed
 
 
 def _as_is(value):
@@ -279,3 +296,37 @@ def micro_batches(dataset: PositionDataset, *, start_step: int, global_batch: in
     ranges = position_ranges(start_step=start_step, global_batch=global_batch, accumulation=accumulation, rank=rank,
                              world_size=world_size)
     return MicroBatches(dataset, ranges, num_workers, pin_memory, prefetch)
+
+
+# ---- for the plan ----
+
+def measured_rate(dataset: PositionDataset, micro_batch: int, seconds: float = 1.0) -> float:
+    """Samples per second that one worker makes on one core of this machine, by making them here for ``seconds``.
+
+    Without the transfer to the training process; divide what the step consumes by it for the number of workers.
+    """
+    dataset.__getitems__(range(micro_batch))  # opens files
+    start, made = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < seconds:
+        made += micro_batch
+        dataset.__getitems__(range(made, made + micro_batch))
+    return made / elapsed
+
+
+def worker_rate(config: TrainConfig, seconds: float = 0.5) -> float | None:
+    """Samples per second that one worker makes of the run's own data, on this machine; see `measured_rate`.
+
+    None where the data is not here or needs no reading. Images are taken from a part of the data that is found at once:
+    listing millions of files would take longer than the rest of the plan. Raises UsageError as `open_source`.
+    """
+    data = config.data
+    if data.data not in (*IMAGE_DATA, "latents") or not data.data_path or not _is_here(data.data_path):
+        return None
+    if data.data == "latents":
+        return measured_rate(build_dataset(config), 64, seconds)
+    source = ImageData(_image_index(config, first_part=True), config.image_hw, augment=data.augment)
+    return measured_rate(_dataset(config, source, None), 4, seconds)
+
+
+def _is_here(path: str) -> bool:
+    return os.path.exists(path) or "{" in path and os.path.isdir(os.path.dirname(path.split("{")[0]) or ".")

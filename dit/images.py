@@ -1,10 +1,12 @@
-"""Folders of photographs: a compact index, decoding, cropping, and what happens with files that cannot be read."""
+"""Photographs: a compact index of a folder, decoding, cropping, and what happens with files that cannot be read."""
 from __future__ import annotations
 
 import hashlib
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -23,14 +25,14 @@ class UnreadableImage(Exception):
     """One file that cannot be used, with the reason; readers skip it and count it."""
 
 
-def decode(path: str | bytes) -> Image.Image:
-    """A file as an upright 8-bit RGB image.
+def decode(source: str | Path | IO[bytes]) -> Image.Image:
+    """A file, given by its path or open, as an upright 8-bit RGB image.
 
     Transparency is laid over white, 16-bit grey is scaled to 8, EXIF orientation is applied, CMYK and palettes are
     converted. Raises UnreadableImage for everything that is no picture of this kind.
     """
     try:
-        with open(path, "rb") as file, Image.open(file) as image:
+        with nullcontext(source) if hasattr(source, "read") else open(source, "rb") as file, Image.open(file) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise UnreadableImage(f"{image.width}x{image.height} pixels, at most {MAX_PIXELS} are decoded")
             image.load()
@@ -141,6 +143,8 @@ class ImageIndex:
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.relative_path(index))
 
+    image = name = path  # what `decode` takes, and what messages say
+
     def _class_groups(self, classes_file) -> list[tuple[str, int]]:
         with os.scandir(self.root) as entries:
             folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
@@ -197,24 +201,24 @@ def read_classes_file(path: str | Path) -> tuple[list[tuple[str, int]], list[str
     return list(groups.items()), list(labels)
 
 
-class FolderData:
-    """Images of a folder as (3, H, W) float32 in [-1, 1].
+class ImageData:
+    """Images of an index as (3, H, W) float32 in [-1, 1].
 
-    A file that cannot be decoded is replaced by the next readable one in the index (usually of the same class), so a
-    sample stays a function of the folder and the position; `read` lists what it replaced in `unreadable`, {path:
-    reason}.
+    An index has `labels` (N,), `class_names` (none: unlabelled), `root`, `image(i)` for `decode` and `name(i)` for
+    messages: an `ImageIndex`, or one of `dit.packed_images`.
+
+    An image that cannot be decoded is replaced by the next readable one in the index (usually of the same class), so a
+    sample stays a function of the data and the position; `read` lists what it replaced in `unreadable`, {name: reason}.
     """
 
     holds_moments = False
     MAX_REPLACEMENTS = 100
 
-    def __init__(self, root: str | Path, image_hw: tuple[int, int], *, labelled: bool = True,
-                 classes_file: str | Path | None = None, augment: str = "center-crop"):
+    def __init__(self, index, image_hw: tuple[int, int], *, augment: str = "center-crop"):
         if augment not in AUGMENTS:
             raise UsageError(f"--augment {augment}: one of {', '.join(AUGMENTS)} is right")
-        self.index = ImageIndex(root, labelled, classes_file)
-        self.image_hw, self.augment = tuple(image_hw), augment
-        self.num_samples, self.class_names = len(self.index), self.index.class_names
+        self.index, self.image_hw, self.augment = index, tuple(image_hw), augment
+        self.num_samples, self.class_names = len(index.labels), index.class_names
         self.num_classes = len(self.class_names)
         self.sample_shape = (3, *self.image_hw)
         self.unreadable: dict[str, str] = {}
@@ -233,11 +237,11 @@ class FolderData:
         first = None
         for step in range(min(self.MAX_REPLACEMENTS, self.num_samples)):
             candidate = (index + step) % self.num_samples
-            path = self.index.path(candidate)
             try:
-                return decode(path), candidate
+                return decode(self.index.image(candidate)), candidate
             except UnreadableImage as error:
-                self.unreadable[path] = str(error)
-                first = first or f"{path} ({error})"
+                name = self.index.name(candidate)
+                self.unreadable[name] = str(error)
+                first = first or f"{name} ({error})"
         raise UsageError(f"--data-path {self.index.root}: {step + 1} images in a row cannot be read, "
                          f"the first is {first}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 
 from dit.codec import CodecSpec, spec_from_config
 from dit.config import UsageError
+from dit.open_files import OpenFiles
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ FORMAT = "dit-latents-1"
 MANIFEST = "manifest.json"
 VERIFY_BYTES = 1 << 30  # checksummed at every start: about a second
 STD_RANGE = (0.75, 1.33)  # of the latents; the diffusion's noise schedule presumes 1
-_OPEN_SHARDS = 512
 _PLAIN, _MIRRORED = 0, 1
 
 
@@ -100,7 +99,7 @@ class LatentData:
         self._offsets = np.array([self._check_shard(shard) for shard in manifest["shards"]], dtype=np.int64)
         self._moments_shape = (2 * self.sample_shape[0], *self.sample_shape[1:])
         self._moments_bytes = 2 * int(np.prod(self._moments_shape))
-        self._handles: dict[int, int] = {}
+        self._open = OpenFiles([self.root / name for name in self._files], f"--data-path {root}")
         verify_shards(self.root, manifest, VERIFY_BYTES)
         low, high = STD_RANGE
         if not low < manifest["latent_std_overall"] < high:
@@ -125,28 +124,9 @@ class LatentData:
         starts = places[:, 0] + (2 * rows + flips) * self._moments_bytes
         label_starts = places[:, 1] + 8 * rows
         for i, shard in enumerate(shards.tolist()):
-            handle = self._handle(shard)
-            got = os.preadv(handle, [moments[i]], int(starts[i]))
-            got += os.preadv(handle, [labels[i:i + 1]], int(label_starts[i]))
-            if got != self._moments_bytes + 8:
-                raise UsageError(f"--data-path {self.root}: {self._files[shard]} has become shorter; extract it again")
+            self._open.read_into(shard, int(starts[i]), moments[i])
+            self._open.read_into(shard, int(label_starts[i]), labels[i:i + 1])
         return moments, labels
-
-    def _handle(self, shard: int) -> int:
-        """An open file of a shard, at most `_OPEN_SHARDS` per process, the longest open is closed first."""
-        handle = self._handles.get(shard)
-        if handle is None:
-            if len(self._handles) >= _OPEN_SHARDS:
-                os.close(self._handles.pop(next(iter(self._handles))))
-            try:
-                handle = self._handles[shard] = os.open(self.root / self._files[shard], os.O_RDONLY)
-            except OSError as error:
-                raise UsageError(f"--data-path {self.root}: {self._files[shard]} cannot be opened "
-                                 f"({error.strerror})") from error
-        return handle
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": {}}
 
     def _check_request(self, image_hw, vae, num_classes) -> None:
         made = self.manifest["image_size"]

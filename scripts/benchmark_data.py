@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from dit import cli  # noqa: E402
 from dit.codec import SD_VAE_CONFIG  # noqa: E402
 from dit.data import DigitsData, PositionDataset, SyntheticData, micro_batches  # noqa: E402
-from dit.images import FolderData, crop  # noqa: E402
+from dit.images import ImageData, ImageIndex, crop  # noqa: E402
 from dit.latents import FORMAT, MANIFEST, LatentData, file_sha256, tensor_places  # noqa: E402
 from dit.randomness import STREAM_NOISE, STREAM_POSTERIOR, normals, scalars  # noqa: E402
 
@@ -112,7 +112,7 @@ def latent_rows(root: Path, rounds: int) -> list[tuple[str, str]]:
 def image_rows(images: str | Path, rounds: int) -> list[tuple[str, str]]:
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import Compose, Lambda, Normalize, RandomHorizontalFlip, ToTensor
-    source = FolderData(images, PIXELS)
+    source = ImageData(ImageIndex(images), PIXELS)
     dataset = PositionDataset(source, seed=0, noise_shape=SHAPE)
     cut = Lambda(lambda image: crop(image, PIXELS, "center-crop", np.zeros(3)))
     normalize = Normalize([0.5] * 3, [0.5] * 3)
@@ -126,7 +126,7 @@ def image_rows(images: str | Path, rounds: int) -> list[tuple[str, str]]:
     rates = best_rates({
         "JPEG folder at 256 px: torchvision's ImageFolder, same transforms":
             lambda index: torch.stack([theirs[i][0] for i in indices(index)]),
-        "JPEG folder at 256 px: `FolderData`": lambda index: source.read(indices(index), drawn),
+        "JPEG folder at 256 px: `ImageData`": lambda index: source.read(indices(index), drawn),
     }, count, rounds, 2)
     rows = [(name, f"{rate:,.0f} images/s") for name, rate in rates.items()]
     plain, ours = rates.values()
@@ -134,7 +134,7 @@ def image_rows(images: str | Path, rounds: int) -> list[tuple[str, str]]:
              "synthetic latents 4x32x32": PositionDataset(SyntheticData(SHAPE), seed=0, noise_shape=SHAPE)}
     more = best_rates({name: lambda index, made=made: made.__getitems__(positions(index))
                        for name, made in other.items()}, BATCH, rounds, 10)
-    return [*rows, ("time of `FolderData` / ImageFolder", f"{plain / ours:.2f}"),
+    return [*rows, ("time of `ImageData` / ImageFolder", f"{plain / ours:.2f}"),
             *((f"{name}, whole sample", f"{rate:,.0f} samples/s") for name, rate in more.items())]
 
 

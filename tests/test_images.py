@@ -8,7 +8,7 @@ from PIL import Image
 
 from dit.config import UsageError
 from dit.data import PositionDataset, micro_batches
-from dit.images import FolderData, ImageIndex, UnreadableImage, crop, decode
+from dit.images import ImageData, ImageIndex, UnreadableImage, crop, decode
 from dit.randomness import scalars
 
 
@@ -36,6 +36,10 @@ def folder(tmp_path):
     return root
 
 
+def folder_data(root, image_hw, labelled=True, **options):
+    return ImageData(ImageIndex(root, labelled), image_hw, **options)
+
+
 def draws(n, seed=0, flips=None):
     drawn = scalars(seed, np.arange(n), 1000, 0.1)
     return drawn if flips is None else drawn._replace(flips=np.full(n, flips))
@@ -51,9 +55,9 @@ def test_index_is_sorted_and_labelled(folder):
 
 
 def test_unlabelled_folder(folder):
-    source = FolderData(folder, (8, 8), labelled=False)
+    source = folder_data(folder, (8, 8), labelled=False)
     assert source.num_samples == 10 and source.num_classes == 0
-    flat = FolderData(folder / "a", (8, 8), labelled=False)
+    flat = folder_data(folder / "a", (8, 8), labelled=False)
     assert flat.num_samples == 3 and flat.read(np.arange(3), draws(3))[1].tolist() == [0, 0, 0]
 
 
@@ -87,29 +91,29 @@ def test_classes_file_without_labels_is_refused(folder, tmp_path):
 
 def test_missing_empty_flat_and_half_empty_folders(tmp_path, folder):
     with pytest.raises(UsageError, match="--data-path .*missing: not a folder"):
-        FolderData(tmp_path / "missing", (8, 8))
+        folder_data(tmp_path / "missing", (8, 8))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no class folders in it; it is empty"):
-        FolderData(tmp_path / "empty", (8, 8))
+        folder_data(tmp_path / "empty", (8, 8))
     with pytest.raises(UsageError, match="the folder holds no images"):
-        FolderData(tmp_path / "empty", (8, 8), labelled=False)
+        folder_data(tmp_path / "empty", (8, 8), labelled=False)
     with pytest.raises(UsageError, match="no class folders in it; make one folder.*--num-classes 0"):
-        FolderData(folder / "a", (8, 8))
+        folder_data(folder / "a", (8, 8))
     (folder / "z").mkdir()
     with pytest.raises(UsageError, match="class folder 'z' holds no images"):
-        FolderData(folder, (8, 8))
+        folder_data(folder, (8, 8))
 
 
 def test_one_label_per_folder_many_classes_allowed(folder):
     with pytest.raises(UsageError, match="--num-classes 2: the data has 3 classes"):
-        PositionDataset(FolderData(folder, (8, 8)), seed=0, noise_shape=(3, 8, 8), num_classes=2)
-    PositionDataset(FolderData(folder, (8, 8)), seed=0, noise_shape=(3, 8, 8), num_classes=1000)
+        PositionDataset(folder_data(folder, (8, 8)), seed=0, noise_shape=(3, 8, 8), num_classes=2)
+    PositionDataset(folder_data(folder, (8, 8)), seed=0, noise_shape=(3, 8, 8), num_classes=1000)
 
 
 def test_pixels_and_flip(tmp_path):
     pixels = picture(8, 8)
     save(tmp_path / "a" / "0.png", pixels)
-    source = FolderData(tmp_path, (8, 8))
+    source = folder_data(tmp_path, (8, 8))
     plain, _ = source.read(np.array([0]), draws(1, flips=False))
     flipped, _ = source.read(np.array([0]), draws(1, flips=True))
     assert plain.dtype == np.float32 and plain.shape == (1, 3, 8, 8) and plain.flags.c_contiguous
@@ -145,7 +149,7 @@ def test_every_crop_has_the_asked_size(target, mode, hw):
 
 def test_random_crop_moves_with_the_position(tmp_path):
     save(tmp_path / "a" / "0.png", picture(40, 40))
-    source = FolderData(tmp_path, (16, 16), augment="random-crop")
+    source = folder_data(tmp_path, (16, 16), augment="random-crop")
     dataset = PositionDataset(source, seed=0, noise_shape=(3, 16, 16), flip=False)
     batch = dataset.__getitems__(range(16))["x"]
     assert len(torch.unique(batch.flatten(1), dim=0)) > 10
@@ -155,7 +159,7 @@ def test_random_crop_moves_with_the_position(tmp_path):
 def test_flip_can_be_switched_off(tmp_path):
     save(tmp_path / "a" / "0.png")
     def distinct(flip):
-        dataset = PositionDataset(FolderData(tmp_path, (16, 16)), seed=0, noise_shape=(3, 16, 16), flip=flip)
+        dataset = PositionDataset(folder_data(tmp_path, (16, 16)), seed=0, noise_shape=(3, 16, 16), flip=flip)
         return len(torch.unique(dataset.__getitems__(range(16))["x"].flatten(1), dim=0))
     assert distinct(True) == 2 and distinct(False) == 1
 
@@ -214,14 +218,14 @@ def test_what_cannot_be_decoded_is_named(tmp_path, kind, monkeypatch):
 def test_an_unreadable_image_is_replaced_counted_and_named_once(folder, workers, caplog):
     broken = folder / "a" / "1 ü.png"
     broken.write_bytes(b"not an image")
-    dataset = PositionDataset(FolderData(folder, (8, 8)), seed=0, noise_shape=(3, 8, 8))
+    dataset = PositionDataset(folder_data(folder, (8, 8)), seed=0, noise_shape=(3, 8, 8))
     loader = micro_batches(dataset, start_step=0, global_batch=10, num_workers=workers)
     batches = [next(loader) for _ in range(4)]
     loader.close()
     assert list(loader.unreadable) == [str(broken)] and caplog.text.count("unreadable image 1") == 1
-    again = PositionDataset(FolderData(folder, (8, 8)), seed=0, noise_shape=(3, 8, 8))
+    again = PositionDataset(folder_data(folder, (8, 8)), seed=0, noise_shape=(3, 8, 8))
     assert torch.equal(torch.cat([b["x"] for b in batches]), again.__getitems__(range(40))["x"])
-    source = FolderData(folder, (8, 8))
+    source = folder_data(folder, (8, 8))
     x, y = source.read(np.array([1, 2]), draws(2, flips=False))
     assert np.array_equal(x[0], x[1]) and y.tolist() == [0, 0]
 
@@ -229,7 +233,7 @@ def test_an_unreadable_image_is_replaced_counted_and_named_once(folder, workers,
 def test_a_folder_of_broken_images_ends_with_one_line(folder):
     for path in (folder / "a").iterdir():
         path.write_bytes(b"")
-    source = FolderData(folder / "a", (8, 8), labelled=False)
+    source = folder_data(folder / "a", (8, 8), labelled=False)
     with pytest.raises(UsageError, match=r"3 images in a row cannot be read, the first is .*0 ü.png") as caught:
         source.read(np.array([0]), draws(1))
     assert "\n" not in str(caught.value)
@@ -237,4 +241,4 @@ def test_a_folder_of_broken_images_ends_with_one_line(folder):
 
 def test_unknown_crop(folder):
     with pytest.raises(UsageError, match="--augment middle: one of center-crop"):
-        FolderData(folder, (8, 8), augment="middle")
+        folder_data(folder, (8, 8), augment="middle")

@@ -17,7 +17,7 @@ from dit.codec import build_codec
 from dit.config import UsageError
 from dit.data import PositionDataset, micro_batches
 from dit.extraction import Extraction, extract, finish, prepare
-from dit.images import FolderData, ImageIndex
+from dit.images import ImageData, ImageIndex
 from dit.latents import LatentData, latents_spec, read_manifest, verify_shards
 
 TINY = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1, "scaling_factor": 0.5,
@@ -107,7 +107,8 @@ def readable(images, tmp_path_factory):
 
 def test_latents_equal_encoding_in_the_loop(latents, readable, vae):
     """The same positions give the same latents, flips and posterior samples, up to the shards' half precision."""
-    pixels = PositionDataset(FolderData(readable, SIZE), seed=3, noise_shape=(4, 8, 12), needs_posterior_noise=True)
+    source = ImageData(ImageIndex(readable), SIZE)
+    pixels = PositionDataset(source, seed=3, noise_shape=(4, 8, 12), needs_posterior_noise=True)
     stored = PositionDataset(LatentData(latents), seed=3, noise_shape=(4, 8, 12))
     a, b = pixels.__getitems__(range(40)), stored.__getitems__(range(40))
     codec = build_codec(vae)
@@ -131,7 +132,7 @@ def test_training_loss_is_the_same_from_latents_and_from_pixels(latents, readabl
             torch.nn.init.normal_(parameter, std=0.1)
     losses = []
     codec = build_codec(vae)
-    for data in (FolderData(readable, SIZE), LatentData(latents)):
+    for data in (ImageData(ImageIndex(readable), SIZE), LatentData(latents)):
         pixels = not data.holds_moments
         dataset = PositionDataset(data, seed=0, noise_shape=(4, 8, 12), needs_posterior_noise=pixels)
         batch = dataset.__getitems__(range(64))
@@ -366,7 +367,7 @@ def test_memory_does_not_grow_with_what_was_read(latents):
 
 
 def test_few_files_stay_open(latents, monkeypatch):
-    monkeypatch.setattr("dit.latents._OPEN_SHARDS", 1)
+    monkeypatch.setattr("dit.open_files.MAX_OPEN", 1)
     data = LatentData(latents)
     before = len(os.listdir("/proc/self/fd"))
     for index in (0, 22, 11, 0, 22):

@@ -6,13 +6,13 @@ import hashlib
 import io
 import json
 import os
-import sys
 import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
+from dit.cache_folder import cache_folder as folder
 from dit.planner.trace import COLUMNS, Events, Op, Recording, Trace
 
 FORMAT = 2
@@ -20,14 +20,6 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # What a step is made of. Another helper module of dit does not change a trace.
 _SOURCES = ("codec.py", "config.py", "diffusion.py", "ema.py", "model.py", "optim.py", "step.py", "planner/emulation.py",
             "planner/kernels.py", "planner/record.py", "planner/trace.py", "planner/tracing.py")
-
-
-def folder() -> Path:
-    """Where traces are kept: ``$DIT_CACHE``, else ``dit`` in the user's cache folder."""
-    if "DIT_CACHE" in os.environ:
-        return Path(os.environ["DIT_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(base) / "dit"
 
 
 def key(request: dict[str, object]) -> str:
