@@ -15,16 +15,18 @@ SOURCES = sorted(path for folder in ("dit", "scripts") for path in (ROOT / folde
 # From the bottom up: a module may import from the layers below its own.
 LAYERS = [
     {"config"},
-    {"config_checks", "config_files", "terminal", "randomness", "local_shards", "low_bit"},
+    {"config_checks", "config_files", "terminal", "randomness", "local_shards", "low_bit", "cache_folder",
+     "open_files"},
     {"model", "diffusion", "codec", "ema", "optim", "precision"},
-    {"cli", "step", "images", "latents", "sampling"},
+    {"cli", "step", "images", "packed_images", "latents", "sampling"},
     {"data", "parallel", "checkpoint", "metrics_memory", "extraction"},
     {"metrics", "run_folder", "pipeline", "pulse", "guards", "interruption", "sharding"},
     {"preview", "planner", "evaluation", "saving", "relief", "preflight_checks"},
     {"trainer"},
     {"trial", "report", "preflight"},
 ]
-LATE = {"diffusers", "torch_fidelity", "matplotlib", "tyro", "rich", "accelerate", "sklearn", "timm.data", "tensorboard"}
+LATE = {"diffusers", "torch_fidelity", "matplotlib", "tyro", "rich", "accelerate", "sklearn", "timm.data", "tensorboard",
+        "webdataset", "datasets"}
 NO_TORCH = ["dit.config", "dit.config_checks", "dit.config_files", "dit.cli", "dit.planner.hardware",
             "dit.planner.flops", "dit.planner.allocator", "dit.planner.compare"]
 
