@@ -20,12 +20,17 @@ NCCL_BYTES = (300 * MIB, 600 * MIB, 1000 * MIB)
 """Outside the allocator, per communicator: 0.5-0.7 GB were seen; buffers grow with channels. Prior, to be calibrated."""
 CUDNN_WORKSPACE_BYTES = (0, 64 * MIB, 1 * GIB)
 """Inside the allocator, while a VAE's convolution runs: cuDNN's heuristics choose it. Prior, to be calibrated."""
-RESERVED_MARGIN = (0.97, 1.03)
-"""The replay's error: order of frees between threads, kernels' own temporaries. Prior, to be calibrated."""
+FRAGMENTATION = (0.5, 1.0, 1.25)
+"""Share of the replayed difference between reserved and allocated that a run may show: it depends on the order of frees
+and on sizes of kernels' temporaries, which differ between versions. Prior, to be calibrated."""
+ALLOCATED_MARGIN = (1.0, 1.0, 1.01)
+"""Error of the allocated peak itself: what kernels take inside themselves. Prior, to be calibrated."""
 HOST_BYTES = (300 * MIB, 700 * MIB, 1600 * MIB)
 """A training process on the CPU without its tensors: interpreter, torch, libraries, threads. Prior, to be calibrated."""
 HOST_MARGIN = (1.0, 1.05, 1.25)
 """Resident size of a CPU process per byte of tensors: the C library keeps freed memory. Prior, to be calibrated."""
+
+_ENDS = ("low", "mid", "high")
 
 
 @dataclass(frozen=True)
@@ -65,31 +70,35 @@ class MemoryPlan:
 
 
 def plan_memory(step: StepTrace, device: Device, *, num_devices: int = 1, encodes: bool = False,
-                gradients_are_bucket_views: bool = True, expandable_segments: bool = False) -> MemoryPlan:
-    """The memory of a step on ``device``, one of ``num_devices`` under DDP.
+                under_ddp: bool | None = None, gradients_are_bucket_views: bool = True,
+                expandable_segments: bool = False) -> MemoryPlan:
+    """The memory of a step on ``device``, one of ``num_devices``.
 
-    ``encodes`` says that a VAE runs in the step. ``gradients_are_bucket_views`` is DDP's gradient_as_bucket_view.
+    ``encodes`` says that a VAE runs in the step. ``under_ddp``: by default with several devices; other projects wrap
+    one device too. ``gradients_are_bucket_views`` is DDP's gradient_as_bucket_view, which this project sets.
     """
     events = step.events
-    if num_devices > 1:
+    under_ddp = num_devices > 1 if under_ddp is None else under_ddp
+    if under_ddp:
         events = with_buckets(events, gradients_are_bucket_views)
     if device.generation == "cpu":
-        return _on_cpu(events, device)
+        return _on_cpu(events, device, num_devices)
     events = with_workspaces(events, device.cublas_workspace_bytes)
-    return _on_gpu(events, device, num_devices, encodes, expandable_segments)
+    return _on_gpu(events, device, under_ddp, encodes, expandable_segments)
 
 
-def _on_cpu(events: Events, device: Device) -> MemoryPlan:
+def _on_cpu(events: Events, device: Device, num_processes: int) -> MemoryPlan:
+    """``device_used_bytes`` is of all processes, which share the machine's memory; the other figures are of one."""
     peak = summarize(events, events.bytes)
-    used = {name: int(peak["peak_allocated_bytes"] * margin + host)
-            for name, margin, host in zip(("low", "mid", "high"), HOST_MARGIN, HOST_BYTES, strict=True)}
+    used = {name: num_processes * int(peak["peak_allocated_bytes"] * margin + host)
+            for name, margin, host in zip(_ENDS, HOST_MARGIN, HOST_BYTES, strict=True)}
     return MemoryPlan(verdict=_verdict(used, device.memory_bytes, False), peak_reserved_bytes=None, device_used_bytes=used,
                       memory_bytes=device.memory_bytes, **peak)
 
 
-def _on_gpu(events: Events, device: Device, num_devices: int, encodes: bool, expandable_segments: bool) -> MemoryPlan:
+def _on_gpu(events: Events, device: Device, under_ddp: bool, encodes: bool, expandable_segments: bool) -> MemoryPlan:
     peak = summarize(events, rounded(events.bytes))
-    outside = [context + nccl * (num_devices > 1) for context, nccl in zip(device.context_bytes, NCCL_BYTES, strict=True)]
+    outside = [context + nccl * under_ddp for context, nccl in zip(device.context_bytes, NCCL_BYTES, strict=True)]
     workspace = [size * encodes for size in CUDNN_WORKSPACE_BYTES]
     pairs = np.stack([events.tensor, events.bytes], axis=1)
     free = simulate(pairs, expandable_segments=expandable_segments)
@@ -102,9 +111,9 @@ def _on_gpu(events: Events, device: Device, num_devices: int, encodes: bool, exp
             reserved = tight.peak_reserved_bytes
         else:
             oom_phase = PHASES[events.phase[tight.oom.event]]
-    used = {"low": int(max(peak["peak_allocated_bytes"], reserved * RESERVED_MARGIN[0])) + outside[0] + workspace[0],
-            "mid": reserved + outside[1] + workspace[1],
-            "high": int(reserved * RESERVED_MARGIN[1]) + outside[2] + workspace[2]}
+    allocated = peak["peak_allocated_bytes"]
+    used = {name: int(allocated * margin + (reserved - allocated) * share) + outside[index] + workspace[index]
+            for index, (name, margin, share) in enumerate(zip(_ENDS, ALLOCATED_MARGIN, FRAGMENTATION, strict=True))}
     return MemoryPlan(verdict=_verdict(used, device.memory_bytes, retries > 0 or oom_phase is not None),
                       peak_reserved_bytes=reserved, device_used_bytes=used, num_retries=retries, oom_phase=oom_phase,
                       memory_bytes=device.memory_bytes, **peak)
