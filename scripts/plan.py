@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from dit.cli import parse_flags, run, settle, take_flag
 from dit.config import PRESETS, TrainConfig, UsageError, replace
 from dit.config_files import load_toml
-from dit.planner import Plan, alternatives, plan
+from dit.planner import Plan, alternatives, measured_loader_rate, plan
 from dit.planner.catalogue import Device
 from dit.planner.hardware import cpu_device, custom_device, find_device, parse_bytes
 from dit.planner.what_if import side_by_side, variants
@@ -65,7 +65,7 @@ def main(args: list[str]) -> int:
     config = _settle(flags.train)
     with nullcontext() if flags.json else _status():
         planned = plan(config, device, flags.num_devices, num_samples=flags.num_samples,
-                       price_per_device_hour=flags.price_per_device_hour)
+                       price_per_device_hour=flags.price_per_device_hour, loader_rate=measured_loader_rate(config))
         content = planned.to_dict()
         if planned.memory.verdict == "does_not_fit":
             content["notes"] = [*content["notes"], advice(config, device, flags.num_devices)]
@@ -89,7 +89,8 @@ def compare(flags: PlanFlags, device: Device, texts: list[str]) -> None:
     with nullcontext() if flags.json else _status():
         for text, config in variants(texts, flags.train).items():
             plans[text] = plan(config, device, flags.num_devices, num_samples=flags.num_samples,
-                               price_per_device_hour=flags.price_per_device_hour).to_dict()
+                               price_per_device_hour=flags.price_per_device_hour,
+                               loader_rate=measured_loader_rate(config)).to_dict()
     if flags.json:
         print(json.dumps(plans, indent=2))
         return

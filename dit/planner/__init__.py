@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dit.config import TrainConfig, UsageError
+from dit.config import IMAGE_DATA, TrainConfig, UsageError
 from dit.config_files import to_tree
 from dit.planner import calibration as calibrations
 from dit.planner import flops, step_time
@@ -39,17 +39,18 @@ class Plan:
 
 
 def plan(config: TrainConfig, device: Device, num_devices: int = 1, *, num_samples: int | None = None,
-         price_per_device_hour: float | None = None) -> Plan:
+         price_per_device_hour: float | None = None, loader_rate: float | None = None) -> Plan:
     """Plan a validated ``config`` on ``num_devices`` of ``device``.
 
-    ``num_samples`` is the size of the data set, where it is known. Raises UsageError where the device cannot do what the
+    ``num_samples`` is the size of the data set, where it is known, and ``loader_rate`` what :func:`measured_loader_rate`
+    found; without it reading costs nothing. Raises UsageError where the device cannot do what the
     config asks for, or where the batch does not divide.
     """
     micro_batch = config.micro_batch(num_devices)
     step = traced(config, device, micro_batch).at(micro_batch)
     memory = memory_of(config, device, num_devices, step)
     steps, notes = _steps(config, num_samples)
-    time, run, calibration, said = _time(config, device, num_devices, step, steps, price_per_device_hour)
+    time, run, calibration, said = _time(config, device, num_devices, step, steps, price_per_device_hour, loader_rate)
     checkpoint_bytes = _checkpoint_bytes(config)
     content = {
         "schema": SCHEMA,
@@ -67,6 +68,17 @@ def plan(config: TrainConfig, device: Device, num_devices: int = 1, *, num_sampl
         "notes": [*_memory_notes(config, device, num_devices, memory, micro_batch), *notes, *said],
     }
     return Plan(content, memory, step)
+
+
+def measured_loader_rate(config: TrainConfig) -> float | None:
+    """Samples per second that one loader worker makes of the run's data on this machine, measured in about a second;
+    None where the data is not here.
+    """
+    if not config.data.data_path:
+        return None
+    from dit.data import worker_rate
+
+    return worker_rate(config)
 
 
 def traced(config: TrainConfig, device: Device, micro_batch: int) -> Trace:
@@ -107,20 +119,21 @@ def autocast_dtype(config: TrainConfig, device: Device) -> str | None:
 def _steps(config: TrainConfig, num_samples: int | None) -> tuple[int, list[str]]:
     if num_samples is None:
         num_samples = _DIGITS_SAMPLES if config.data.data == "digits" else IMAGENET_SAMPLES
-        if config.run.max_steps is None and config.data.data in ("folder", "latents"):
+        if config.run.max_steps is None and config.data.data in (*IMAGE_DATA, "latents"):
             return config.total_steps(num_samples), [
                 f"The length of the run assumes ImageNet's {IMAGENET_SAMPLES:,} images; --max-steps says it exactly."]
     return config.total_steps(num_samples), []
 
 
 def _time(config: TrainConfig, device: Device, num_devices: int, step: StepTrace, steps: int,
-          price: float | None) -> tuple[dict, dict, dict, list[str]]:
+          price: float | None, loader_rate: float | None) -> tuple[dict, dict, dict, list[str]]:
     """The parts time, run and calibration, and notes. Figures are None where the device's speed is not known."""
     is_cpu = device.generation == "cpu"
     calibration = calibrations.find(calibrations.cpu_name(), _cpu_threads(num_devices)) if is_cpu else (
         calibrations.find(device.name))
     try:
-        time = step_time.predict_time(step, config, device, num_devices, calibration)
+        time = step_time.predict_time(step, config, device, num_devices, calibration,
+                                      data_seconds=step.micro_batch / loader_rate if loader_rate else None)
     except ValueError as error:
         unknown = {"low": None, "mid": None, "high": None}
         return ({"step_seconds": unknown, "by_phase": {}, "images_per_second": None, "mfu": None, "bound_by": None},
@@ -130,7 +143,8 @@ def _time(config: TrainConfig, device: Device, num_devices: int, step: StepTrace
     seconds = {"step_seconds": time.step_seconds, "by_phase": time.by_phase, "images_per_second": time.images_per_second,
                "mfu": time.mfu, "bound_by": time.bound_by}
     whole = {"steps": run.steps, "hours": run.hours, "device_hours": run.device_hours, "cost": run.cost}
-    return seconds, whole, time.calibration, list(time.notes)
+    notes = [*time.notes, *([_loader_note(config, device, time, step.micro_batch, loader_rate)] if loader_rate else [])]
+    return seconds, whole, time.calibration, notes
 
 
 def _cpu_threads(num_processes: int) -> int:
@@ -181,3 +195,15 @@ def _memory_notes(config: TrainConfig, device: Device, num_devices: int, memory:
     if config.memory.grad_accum > 1 and num_devices > 1:
         notes.append("With accumulation under DDP gradients exist twice: in the buckets and, until the last micro-batch, beside them.")
     return notes
+
+
+def _loader_note(config: TrainConfig, device: Device, time: step_time.TimePlan, micro_batch: int, rate: float) -> str:
+    """What one loader worker makes against what a step that never waits consumes."""
+    waiting, given = time.by_phase.get("data", 0.0), config.data.num_workers
+    consumed = micro_batch * config.memory.grad_accum / (time.step_seconds["mid"] - waiting)
+    needed = math.ceil(consumed / rate)
+    says = f"A loader worker makes {rate:,.0f} images/s of this data here and the step consumes {consumed:,.0f} per device"
+    if device.generation == "cpu":
+        return f"{says}; loading and training share this CPU's cores."
+    advice = "enough" if given >= needed else f"too few: give --num-workers {needed} or more"
+    return f"{says}: {needed} worker{'s' if needed > 1 else ''} needed, --num-workers {given} is {advice}."

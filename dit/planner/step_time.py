@@ -171,7 +171,7 @@ def _data(config: TrainConfig, micro_batch: int, calibration: Calibration, data_
         return needed, needed
     if device.generation == "cpu":  # loaders and training share the cores
         cores = device.num_sms or 1
-        return needed, max(needed / cores, needed / workers - compute)
+        return needed / min(cores, workers), max(needed / cores, needed / workers - compute)
     return needed / workers, max(0.0, needed / workers - compute)
 
 
