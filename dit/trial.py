@@ -37,7 +37,9 @@ def freeze_plan(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> FrozenP
     """Write the plan of this run once, or read the one it was started with."""
     if not folder.plan.exists():
         whole = replace(config, trial=False)
-        folder.write_json("plan.json", planner.plan(whole, present_device(ranks), ranks.world_size).to_dict())
+        planned = planner.plan(whole, present_device(ranks), ranks.world_size,
+                               loader_rate=planner.measured_loader_rate(whole))
+        folder.write_json("plan.json", planned.to_dict())
     text = folder.plan.read_bytes()
     try:
         return FrozenPlan(json.loads(text), hashlib.sha256(text).hexdigest())
