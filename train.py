@@ -15,6 +15,7 @@ def main(args: list[str]) -> int:
 
 def start(config: TrainConfig, ranks) -> int:
     """Open the run's folder, freeze the plan, train, and after a trial report. Returns the exit code."""
+    from dit.data import LoaderError
     from dit.guards import Diverged
     from dit.pulse import RankLost
     from dit.relief import OutOfRoom
@@ -30,7 +31,7 @@ def start(config: TrainConfig, ranks) -> int:
         heed(config, plan.content, say)
     try:
         outcome, result = run_trial(config, folder, ranks, device_facts(config, ranks, plan), plan, say)
-    except (Diverged, OutOfRoom, RankLost) as error:
+    except (Diverged, LoaderError, OutOfRoom, RankLost) as error:
         (say or print)(f"stopped: {error}")
         return error.exit_code
     if result is not None:

@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "numpy",
 
 
 class RunFolder:
-    """The folder of one run: config.json, environment.json, plan.json, metrics.jsonl, checkpoints/, samples/."""
+    """The folder of one run: config.json, environment.json, classes.json, plan.json, metrics.jsonl, checkpoints/, samples/."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -65,6 +65,23 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
             raise UsageError(f"could not write {path}: {error.strerror}") from None
 
+    def keep_classes(self, names: list[str], anyway: bool = False) -> None:
+        """Write the class names, in the order of their labels, into classes.json.
+
+        Raises UsageError where the run was started with other ones, unless it is continued ``anyway``: a class folder
+        more, and labels mean something else.
+        """
+        path = self.path / "classes.json"
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            before = None
+        if before not in (None, names) and not anyway:
+            raise UsageError(f"--data-path: {_first_difference(before, names)} since this run was started (see {path}); "
+                             "labels would mean other classes. Restore the folders, or give --resume-anyway")
+        if names and before != names:
+            self.write_json(path.name, names)
+
     def saved_config(self) -> TrainConfig | None:
         """The settings this run was started with, or None for a new folder."""
         path = self.path / "config.json"
@@ -74,6 +91,13 @@ class RunFolder:
             return from_tree(json.loads(path.read_text()), TrainConfig(), str(path))
         except ValueError as error:
             raise UsageError(f"{path}: not readable ({error})") from None
+
+
+def _first_difference(before: list[str], now: list[str]) -> str:
+    gone, new = [name for name in before if name not in now], [name for name in now if name not in before]
+    if gone or new:
+        return f"class {(gone or new)[0]!r} is {'missing' if gone else 'new'}"
+    return "the order of the classes has changed"
 
 
 class Log:
