@@ -95,6 +95,7 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
     config = adapted(asked, folder, ranks, say)
     precision = resolve(config, ranks.device)
     dataset = build_dataset(config)
+    ranks.on_main(lambda: folder.keep_classes(dataset.source.class_names, config.run.resume_anyway))
     codec = build_codec(config.vae if config.encodes_in_loop else "none", device=ranks.device,
                         chunk=config.data.encode_chunk)
     torch.manual_seed(config.run.global_seed)
@@ -104,6 +105,8 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
     first, saver, vote = step, saver_for(config, folder, ranks, parts, say), StopVote(ranks)
     if ranks.is_main:
         _introduce(asked, config, folder, ranks, parts, say, step, total)
+        for note in dataset.notes:
+            say(note)
     saver.check_room()
     feed, watch = Feed(config, dataset, ranks), MemoryWatch(ranks.device)
     pulse = Pulse(ranks, config.run.rank_timeout, saver.finish)
