@@ -110,21 +110,24 @@ def wrap_ddp(model: nn.Module, ranks: Ranks) -> nn.Module:
 
 
 class StopVote:
-    """Ranks agree, without waiting, on when to stop: if any asks in step s, all are told at the end of step s + 1."""
+    """Ranks agree, without waiting, on when to stop: if any asks in step s, all are told at the end of step s + 1.
+
+    What is asked and told is the number of a signal; 0 is none, and the highest wins.
+    """
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
         self._flag, self._pending = torch.zeros(1), None
 
-    def __call__(self, asks: bool) -> bool:
+    def __call__(self, asked: int) -> int:
         """Cast this step's vote and return the outcome of the last one. Every rank must call it in every step."""
         if self._ranks.world_size == 1:
-            return asks
-        outcome = False
+            return asked
+        outcome = 0
         if self._pending is not None:
             self._pending.wait()
-            outcome = bool(self._flag.item())
-        self._flag = torch.full((1,), float(asks))
+            outcome = int(self._flag.item())
+        self._flag = torch.full((1,), float(asked))
         self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._ranks.control, async_op=True)
         return outcome
 

@@ -144,7 +144,7 @@ class Pulse:
             self._send()
         names = [f"rank {rank} since step {place[2]} ({place[3]})"
                  for rank, (place, earlier) in enumerate(zip(self._places(), before)) if place[0] == earlier[0]]
-        return f"no sign of life from {', '.join(names)}" if names else None
+        return f"no sign of life from {', '.join(names)}; the others are in step {self.step}" if names else None
 
     def _places(self) -> list[tuple[int, int, int, str]]:
         """(beat, marks, step, phase) of every rank."""
@@ -166,7 +166,7 @@ class Pulse:
     def _leave_together(self, error: Exception) -> None:
         """Take the others along, or follow them where ``error`` is only the echo of their end in a collective."""
         try:
-            silent, code = None, None
+            silent, code, first = None, None, False
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 silent, code = self._silent(), self._asked_to_leave()
             if code is None:

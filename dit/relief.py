@@ -18,7 +18,7 @@ from dit.step import StepParts
 
 Result = TypeVar("Result")
 _FILE = "adapted.json"
-_SETTINGS = ("grad_accum", "ckpt", "ckpt_blocks")
+_SETTINGS = ("grad_accum", "ckpt", "ckpt_blocks", "ckpt_every_nth")
 _CHANGING = ("optimizer", "ema")
 """Phases in which the weights change: they cannot be repeated, and a smaller micro-batch would not help them."""
 
@@ -94,7 +94,7 @@ def smaller(config: TrainConfig, world_size: int) -> TrainConfig | None:
         if micro % factor == 0:
             return replace(config, grad_accum=accumulation * factor)
     if config.checkpointed_blocks < config.shape.depth:
-        return replace(config, ckpt=True, ckpt_blocks=None)
+        return replace(config, ckpt=True, ckpt_blocks=None, ckpt_every_nth=1)
     return None
 
 
@@ -144,24 +144,30 @@ class Relief:
         self.config = after
         self._parts.optimizer.zero_grad(set_to_none=True)
         self._parts.model.checkpoint_blocks = after.checkpointed_blocks
+        self._parts.model.checkpoint_every = after.memory.ckpt_every_nth
         if self._parts.device.type == "cuda":
             torch.cuda.empty_cache()
         self._feed.start(step, after.memory.grad_accum)
 
     def _effect(self, after: TrainConfig) -> str:
-        if self._forecast is None:
+        before, then = self._planned(self.config), self._planned(after)
+        if before is None or then is None:
             return ""
-        before, then = (self._forecast(config).peak_bytes / 2**30 for config in (self.config, after))
-        return f" (planned peak {before:.2f} -> {then:.2f} GiB)"
+        return f" (planned peak {before.peak_bytes / 2**30:.2f} -> {then.peak_bytes / 2**30:.2f} GiB)"
 
     def _what_would_fit(self) -> str:
         candidate = smaller(self.config, self._ranks.world_size)
-        while candidate is not None and self._forecast is not None:
-            forecast = self._forecast(candidate)
-            if forecast.fits:
+        while candidate is not None and (planned := self._planned(candidate)) is not None:
+            if planned.fits:
                 words = _in_words(self.config, candidate, self._ranks.world_size)
-                return f"this would fit: {words} (planned peak {forecast.peak_bytes / 2**30:.2f} GiB)"
+                return f"this would fit: {words} (planned peak {planned.peak_bytes / 2**30:.2f} GiB)"
             candidate = smaller(candidate, self._ranks.world_size)
-        if self._forecast is not None:
+        if candidate is None:
             return "no smaller micro-batch would fit, checkpointed or not"
         return "try a higher --grad-accum or --ckpt, or --on-oom adapt"
+
+    def _planned(self, config: TrainConfig) -> Forecast | None:
+        try:
+            return self._forecast(config) if self._forecast is not None else None
+        except Exception:  # noqa: BLE001 - a plan less is no reason for a run less
+            return None

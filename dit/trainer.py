@@ -115,6 +115,7 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
     draws = config.run.sample_every and (ranks.is_main or shards_model(config, ranks))
     preview = Preview(config, folder, parts, ranks.is_main) if draws else None
     feed.start(step, config.memory.grad_accum)
+    signal_number = None
     meter, leaving = StepMeter(ranks, config.memory.global_batch_size, facts), step >= total
     with Interruption() as interruption, pulse:
         while True:
@@ -151,7 +152,8 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
                       timed=memory is None or ranks.device.type == "cuda")
             step += 1
             pulse.mark(step, "vote")
-            leaving = vote(interruption.signal_number is not None) or step >= total
+            signal_number = vote(interruption.signal_number or 0) or None
+            leaving = signal_number is not None or step >= total
         vote.close()
         ranks.barrier()  # nobody is watched for a sign of life any more when the first one goes
     feed.close()
@@ -159,7 +161,7 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
     for sink in sinks:
         sink.close()
     newest = next(iter(checkpoint.present(folder.checkpoints, step)), checkpoint.path_of(folder.checkpoints, step))
-    return Outcome(step, total, interruption.signal_number, newest, watch.peak_by_phase)
+    return Outcome(step, total, signal_number, newest, watch.peak_by_phase)
 
 
 def _take_step(parts: StepParts, feed: Feed, step: int, lr: float, decay: float, pulse: Pulse, saver: Saver,

@@ -79,7 +79,8 @@ def run_trial(config: TrainConfig, folder: RunFolder, ranks: Ranks, facts: Devic
 
     Returns the training's outcome and, on the main rank of a trial that was not interrupted, the content of trial.json.
     """
-    outcome = train(config, folder, ranks, facts, say, lambda other: forecast(other, ranks))
+    planned = None if config.trial.plan == "off" else lambda other: forecast(other, ranks)
+    outcome = train(config, folder, ranks, facts, say, planned)
     if not config.trial.trial or outcome.step < outcome.total_steps or not ranks.is_main:
         return outcome, None
     result = judge(config, folder, plan, outcome)

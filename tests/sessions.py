@@ -74,18 +74,20 @@ class Session:
 
 
 def run(folder: Path, *args: object, inject: Callable[..., None] | None = None, values: tuple = (),
-        code: int = 0, timeout: float = 60) -> str:
+        code: int = 0, timeout: float = 60, logs: Path | None = None) -> str:
     """A session on ``folder`` from start to end, which must have exit code ``code``. Returns what it printed."""
-    session = start(folder, *args, inject=inject, values=values)
+    session = start(folder, *args, inject=inject, values=values, logs=logs)
     ended = session.wait(timeout)
     assert ended == code, f"exit code {ended} instead of {code}:\n{session.text}"
     return session.text
 
 
-def start(folder: Path, *args: object, inject: Callable[..., None] | None = None, values: tuple = ()) -> Session:
-    number = len(list(folder.parent.glob(f"{folder.name}.*.log")))
-    return Session(*TINY, "--run-dir", folder, *args, log=folder.parent / f"{folder.name}.{number}.log", inject=inject,
-                   values=values)
+def start(folder: Path, *args: object, inject: Callable[..., None] | None = None, values: tuple = (),
+          logs: Path | None = None) -> Session:
+    """A session whose output goes into ``logs``, by default beside ``folder``."""
+    logs = logs or folder.parent
+    log = logs / f"{folder.name}.{len(list(logs.glob(f'{folder.name}.*.log')))}.log"
+    return Session(*TINY, "--run-dir", folder, *args, log=log, inject=inject, values=values)
 
 
 def start_ranks(folder: Path, world_size: int, *args: object, inject: Callable[..., None] | None = None,
