@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import os
 import re
+import shutil
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from dit.config import PRESETS, ModelShape, UsageError
 
 FORMAT = 1
-_NAME = re.compile(r"^(\d{7,})\.pt$")
+SHARDED = ".sharded"
+"""Suffix of a folder that many processes wrote together, see ``dit.sharded_checkpoint``; it counts as a file."""
+_NAME = re.compile(r"^(\d{7,})\.(pt|sharded)$")
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -31,7 +34,19 @@ def steps_in(folder: Path) -> list[int]:
     """Steps that have a file in ``folder``, ascending; valid or not."""
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.match(path.name)))
+    return sorted({int(match[1]) for path in folder.iterdir() if (match := _NAME.match(path.name))})
+
+
+def present(folder: Path, step: int) -> list[Path]:
+    """What there is of a step, valid or not: its file, its folder of many processes, both after a change of devices."""
+    file = path_of(folder, step)
+    return [path for path in (file, file.with_suffix(SHARDED)) if path.exists()]
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint file; 0 where there is none."""
+    files = path.iterdir() if path.is_dir() else [path] if path.exists() else []
+    return sum(file.stat().st_size for file in files)
 
 
 def save(path: Path, state: dict[str, object]) -> None:
@@ -83,13 +98,22 @@ def prune(folder: Path, newest: int, keep_last: int, keep_every: int) -> None:
     kept = [step for step in steps_in(folder) if step <= newest]
     for step in kept[:-keep_last] if keep_last else []:
         if not (keep_every and step % keep_every == 0):
-            path_of(folder, step).unlink(missing_ok=True)
-    for leftover in folder.glob(".*.pt.*"):  # of a process that was killed while it saved
-        leftover.unlink(missing_ok=True)
+            for path in present(folder, step):
+                _remove(path)
+    for leftover in folder.glob(".*.*.*"):  # of a process that was killed while it saved
+        _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def defect(path: Path) -> str | None:
     """What is wrong with a file (missing, truncated, altered, something else), or None. Reads all of it once."""
+    if path.suffix == SHARDED and path.is_dir():
+        from dit import sharded_checkpoint
+
+        return sharded_checkpoint.defect(path)
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
@@ -103,8 +127,7 @@ def defect(path: Path) -> str | None:
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest whole file in ``folder`` (None: there is none), and one line about each newer one that was skipped."""
     skipped = []
-    for step in reversed(steps_in(folder)):
-        path = path_of(folder, step)
+    for path in (path for step in reversed(steps_in(folder)) for path in present(folder, step)):
         problem = defect(path)
         if problem is None:
             return path, skipped
@@ -118,11 +141,15 @@ def load(path: str | Path, is_checked: bool = False) -> dict[str, object]:
     ``is_checked`` says that ``newest_valid`` has just read all of the file.
     """
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() and path.suffix != SHARDED:
         raise UsageError(f"{path}: is a folder; name one of its .pt files")
     problem = None if is_checked else defect(path)
     if problem is not None:
         raise UsageError(f"{path}: {problem}")
+    if path.is_dir():
+        from dit import sharded_checkpoint
+
+        return sharded_checkpoint.read_whole(path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # the official files carry their flags like this
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -21,6 +21,7 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module):
+        self._model = model
         self._sources = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.averages = {name: local(source).clone() for name, source in self._sources.items()}
 
@@ -57,6 +58,8 @@ class Ema:
                 self.averages[name].copy_(own)
             else:
                 source.data, self.averages[name] = self.averages[name], source.data
+        if hasattr(self._model, "reshard"):
+            self._model.reshard()  # FSDP keeps what lies outside of the blocks gathered after a forward
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.averages)

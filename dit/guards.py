@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dit import checkpoint
 from dit.config import OptimConfig
+from dit.local_shards import is_sharded
 from dit.parallel import Ranks
 from dit.step import StepParts, mean_loss
 
@@ -56,10 +57,13 @@ def diagnosis(verdict: str, parts: StepParts, batches: Iterator[dict[str, Tensor
 
     ``batches`` are this rank's micro-batches of the last bad step. A collective: every rank looks at its own.
     """
-    found = next((where for _ in range(accumulation) if (where := first_not_finite(parts, next(batches)))), None)
+    searched = not any(is_sharded(parameter) for parameter in parts.model.parameters())  # else ranks compute together
+    found = next((where for _ in range(accumulation if searched else 0)
+                  if (where := first_not_finite(parts, next(batches)))), None)
     places = [f"{place}" + (f" on rank {rank}" if ranks.world_size > 1 else "")
               for rank, place in enumerate(ranks.gather(found)) if place is not None]
-    where = f"first not finite: {places[0]}" if places else "a repetition of the step finds every number finite"
+    where = (f"first not finite: {places[0]}" if places else "a repetition of the step finds every number finite"
+             if searched else "where it began is not searched for in a model spread over devices")
     path, _ = checkpoint.newest_valid(folder) if ranks.is_main else (None, [])
     left = f"the last good file is {path}" if path else "no checkpoint file had been written"
     return f"{verdict}; {where}; {left}. Try a lower --lr, --clip-grad 1 or --amp-dtype bf16"

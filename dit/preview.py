@@ -16,11 +16,13 @@ NUM_IMAGES, IMAGES_AT_ONCE, SAMPLING_STEPS, GUIDANCE = 16, 4, 50, 2.0
 class Preview:
     """Draws ``samples/0000500.png`` with the averaged weights (the model's own where there is no average).
 
+    Ranks that hold a model between them all draw, and one of them, which ``writes``, keeps the picture.
+
     Raises UsageError, when made, if the VAE that decodes the latents cannot be found.
     """
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, parts: StepParts):
-        self._config, self._folder, self._parts = config, folder, parts
+    def __init__(self, config: TrainConfig, folder: RunFolder, parts: StepParts, writes: bool = True):
+        self._config, self._folder, self._parts, self._writes = config, folder, parts, writes
         self._codec = parts.codec if config.encodes_in_loop else build_codec(config.vae, device=parts.device)
 
     def __call__(self, step: int) -> str:
@@ -36,4 +38,5 @@ class Preview:
                 batch_size=IMAGES_AT_ONCE, clip_denoised=self._codec.spec.vae_config is None, device=parts.device,
                 autocast=parts.precision.autocast))
         images = torch.cat([batch.images for batch in batches])
-        return str(save_grid(images, self._folder.samples / f"{step:07d}.png", scale=max(1, 64 // images.shape[-1])))
+        path = self._folder.samples / f"{step:07d}.png"
+        return str(save_grid(images, path, scale=max(1, 64 // images.shape[-1])) if self._writes else path)

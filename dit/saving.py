@@ -18,10 +18,10 @@ from dit import checkpoint
 from dit.config import TrainConfig, UsageError
 from dit.config_files import to_tree
 from dit.guards import Diverged
-from dit.metrics import duration
 from dit.parallel import Ranks
 from dit.run_folder import RunFolder
 from dit.step import Phase, StepParts
+from dit.terminal import duration
 
 _SPARE_BYTES = 16 * 2**20
 """Room a save leaves for the logs."""
@@ -221,7 +221,7 @@ class Saver:
 
 def saved_line(path: Path, seconds: float, pause: float) -> str:
     """What to say of a file that is complete; ``pause`` is how long the training waited, in seconds."""
-    return (f"saved {path}  {path.stat().st_size / 2**30:.2f} GiB in {duration(seconds)}; "
+    return (f"saved {path}  {checkpoint.size_of(path) / 2**30:.2f} GiB in {duration(seconds)}; "
             f"training paused {1e3 * pause:.0f} ms")
 
 

@@ -18,10 +18,11 @@ LAYERS = [
     {"config_checks", "config_files", "terminal", "randomness", "local_shards", "low_bit", "cache_folder",
      "open_files"},
     {"model", "diffusion", "codec", "ema", "optim", "precision"},
-    {"step", "images", "packed_images", "latents", "sampling"},
+    {"step", "images", "packed_images", "latents", "sampling", "sharded_checkpoint"},
     {"cli", "data", "parallel", "checkpoint", "metrics_memory", "extraction"},
     {"metrics", "run_folder", "pipeline", "pulse", "guards", "interruption", "sharding"},
     {"preview", "planner", "evaluation", "saving", "relief", "preflight_checks"},
+    {"sharded_saving"},
     {"trainer"},
     {"trial", "report", "preflight"},
 ]
