@@ -49,8 +49,7 @@ from dit.step import StepResult, build_parts, train_step
 from dit.terminal import progress_bar
 
 DIGITS = Path(__file__).parent.parent / "configs" / "digits.toml"
-POOL_STEPS = 4  # so many steps' micro-batches are drawn beforehand and repeated
-WARMUP_STEPS = 3
+POOL_STEPS, WARMUP_STEPS = 4, 3  # so many steps' micro-batches are drawn beforehand and repeated
 OURS, PLAIN_OURS, PLAIN_DIFFUSERS = ("this project's step", "plain loop, this project's model",
                                      "plain loop, diffusers' model")
 METERED, WATCHED = "this project's step, metrics on", "this project's step, metrics and memory watch"
@@ -69,6 +68,10 @@ class MeasureConfig:
     """processor counts the time in which this process's threads run: for a CPU that others use too, and one thread."""
     json: bool = False
     """Print one JSON object, with environment, instead of the table."""
+
+    @property
+    def now(self) -> Callable[[], float]:
+        return time.process_time if self.clock == "processor" else time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,6 @@ def measure(contenders: list[Contender], config: MeasureConfig) -> tuple[int, li
         contender.turn(WARMUP_STEPS)
     one_round = sum(_seconds(contender, 2, time.perf_counter) for contender in contenders)
     steps = max(2, round(config.seconds / config.rounds / one_round))
-    clock = time.process_time if config.clock == "processor" else time.perf_counter
     rounds, deadline = [], time.monotonic() + 1.5 * config.seconds
     with progress_bar("measuring") as progress:
         while len(rounds) < config.rounds and (len(rounds) < 3 or time.monotonic() < deadline):
@@ -160,7 +162,7 @@ def measure(contenders: list[Contender], config: MeasureConfig) -> tuple[int, li
             order = (contenders[start:] + contenders[:start])[::1 if len(rounds) % 2 else -1]  # no fixed neighbours
             times = {}
             for contender in order:
-                times[contender.name] = _seconds(contender, steps, clock)
+                times[contender.name] = _seconds(contender, steps, config.now)
                 progress(len(rounds) * len(contenders) + len(times), config.rounds * len(contenders))
             rounds.append(times)
     return steps, rounds
@@ -211,8 +213,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 # ---- contenders ----
 
-def build_contenders(config: TrainConfig, ranks: Ranks, folder: Path) -> tuple[list[Contender], "Metered", str]:
-    """All contenders, with equal initial weights where the model is the same; ``folder`` takes the metrics' files."""
+def build_contenders(config: BenchmarkConfig, ranks: Ranks, folder: Path) -> tuple[list[Contender], "Metered", str]:
+    """All contenders, with equal initial weights where the model is the same; ``folder`` takes the metrics."""
     device = ranks.device
     precision = resolve(config, device)
     codec = build_codec(config.vae if config.encodes_in_loop else "none", device=device,
@@ -327,12 +329,12 @@ class PlainLoop:
 class Metered:
     """This project's step, bare or with the trainer's instruments: a record of every step, written after every turn."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, folder: Path, step: Callable[..., StepResult]):
+    def __init__(self, config: BenchmarkConfig, ranks: Ranks, folder: Path, step: Callable[..., StepResult]):
         self._device, self._step, self._lr, self._done = ranks.device, step, config.optim.lr, 0
         self._meter = StepMeter(ranks, config.memory.global_batch_size, DeviceFacts(1e9, 1e12))
         self._sinks = JsonLines(folder / "metrics.jsonl", 0), Console(lambda line: None, 10**6)
         self._watch = MemoryWatch(ranks.device)
-        self.inside_seconds, self.metered_steps = 0.0, 0
+        self.inside_seconds, self.metered_steps, self._now = 0.0, 0, config.measure.now
 
     def bare_turn(self, steps: int) -> None:
         for _ in range(steps):
@@ -344,17 +346,17 @@ class Metered:
         inside = 0.0
         for _ in range(steps):
             result, memory = self._watch.run(lambda phase: self._step(phase=phase)) if watched else (self._step(), None)
-            start = time.perf_counter()
+            start = self._now()
             self._meter.add(self._done, result, lr=self._lr, data_wait_seconds=0.0, memory=memory)
-            inside += time.perf_counter() - start
+            inside += self._now() - start
             self._done += 1
         _wait(self._device)
-        start = time.perf_counter()
+        start = self._now()
         records = self._meter.report()
         for sink in self._sinks:
             sink.write(records)
         if not watched:
-            self.inside_seconds += inside + time.perf_counter() - start
+            self.inside_seconds += inside + self._now() - start
             self.metered_steps += steps
 
     @property
