@@ -29,7 +29,9 @@ _PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "numpy",
 
 
 class RunFolder:
-    """The folder of one run: config.json, environment.json, classes.json, plan.json, metrics.jsonl, checkpoints/, samples/."""
+    """The folder of one run: config.json, environment.json, classes.json, plan.json, metrics.jsonl, checkpoints/,
+    samples/.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -77,8 +79,8 @@ class RunFolder:
         except (OSError, ValueError):
             before = None
         if before not in (None, names) and not anyway:
-            raise UsageError(f"--data-path: {_first_difference(before, names)} since this run was started (see {path}); "
-                             "labels would mean other classes. Restore the folders, or give --resume-anyway")
+            raise UsageError(f"--data-path: {_first_difference(before, names)} since this run was started ({path}), "
+                             "so labels would mean others. Restore the folders, or give --resume-anyway")
         if names and before != names:
             self.write_json(path.name, names)
 

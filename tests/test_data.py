@@ -9,17 +9,22 @@ import time
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from dit.config import UsageError
+from dit.config import TrainConfig, UsageError, replace
 from dit.data import (
     DigitsData,
     LoaderError,
     PositionDataset,
     SyntheticData,
+    build_dataset,
     measured_rate,
     micro_batches,
     position_ranges,
 )
+from dit.planner import measured_loader_rate, plan
+from dit.planner.hardware import find_device
+from dit.run_folder import RunFolder
 
 LATENT = (4, 8, 8)
 
@@ -214,3 +219,73 @@ def test_workers_have_one_thread():
     loader = micro_batches(dataset, start_step=0, global_batch=4, num_workers=1)
     assert next(loader)["y"].tolist() == [1] * 4
     loader.close()
+
+
+# ---- what the run and its plan say of the data ----
+
+def image_folder(root, names=("a", "b", "c")):
+    for name in names:
+        (root / name).mkdir(parents=True)
+        Image.fromarray(np.zeros((20, 20, 3), dtype=np.uint8)).save(root / name / "0.png")
+    return root
+
+
+def folder_config(path, **changes):
+    return replace(TrainConfig(), **dict(data="folder", data_path=str(path), image_size=16, vae="none", num_classes=3,
+                                         model="DiT-S/4", global_batch_size=4) | changes)
+
+
+def test_fewer_classes_than_the_model_has_are_said(tmp_path):
+    config = folder_config(image_folder(tmp_path / "images"))
+    assert build_dataset(config).notes == [] and build_dataset(replace(config, num_classes=0)).notes == []
+    assert build_dataset(replace(config, num_classes=10)).notes == [
+        "the data has 3 classes and --num-classes is 10: the others are never trained"]
+
+
+@pytest.mark.parametrize(("rate", "words"), [
+    (0.5, "--num-workers 2 is too few: give --num-workers"), (1e9, "1 worker needed, --num-workers 2 is enough"),
+])
+def test_the_plan_says_how_many_workers_are_needed(rate, words):
+    device = find_device("A100-80GB")
+    config = folder_config("images", num_workers=2)
+    planned, free = (plan(config, device, loader_rate=each).to_dict() for each in (rate, None))
+    assert words in planned["notes"][-1] and not any("worker" in note for note in free["notes"])
+    assert (planned["time"]["bound_by"] == "data loading") == (rate == 0.5)
+    if rate == 0.5:  # four images from two workers that make one in two seconds each
+        assert planned["time"]["step_seconds"]["mid"] == pytest.approx(4.0, rel=0.05)
+    else:
+        assert planned["time"]["step_seconds"] == free["time"]["step_seconds"]
+
+
+def test_a_workers_rate_is_measured_where_the_data_is(tmp_path):
+    config = folder_config(image_folder(tmp_path / "images"))
+    for labelled in (3, 0):
+        assert measured_loader_rate(replace(config, num_classes=labelled)) > 1
+    for changes in ({"data_path": None}, {"data_path": str(tmp_path / "missing")}, {"data": "digits"},
+                    {"data": "webdataset", "data_path": str(tmp_path / "missing" / "{0..3}.tar")}):
+        assert measured_loader_rate(replace(config, **changes)) is None
+
+
+def test_class_names_are_kept_with_the_run(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.keep_classes(["a", "b é"])
+    folder.keep_classes(["a", "b é"])
+    for names, words in ((["a", "aa", "b é"], "class 'aa' is new"), (["a"], "class 'b é' is missing"),
+                         (["b é", "a"], "the order of the classes has changed")):
+        with pytest.raises(UsageError, match=f"--data-path: {words} since this run was started") as caught:
+            folder.keep_classes(names)
+        assert "\n" not in str(caught.value)
+    folder.keep_classes(["a"], anyway=True)
+    folder.keep_classes(["a"])
+
+
+def test_a_failing_loader_ends_the_run_with_one_line_and_its_own_code(tmp_path, monkeypatch, capsys):
+    import train
+
+    def read(self, indices, scalars, posterior_noise=None):
+        raise KeyError("k")
+
+    monkeypatch.setattr(DigitsData, "read", read)
+    flags = ["--config", "configs/digits.toml", "--run-dir", str(tmp_path), "--plan", "off", "--num-workers", "0"]
+    assert train.main(flags) == LoaderError.exit_code == 6
+    assert "\nstopped: loader failed at positions 0 to " in capsys.readouterr().out

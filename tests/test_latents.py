@@ -385,3 +385,20 @@ def test_few_files_stay_open(latents, monkeypatch):
 def test_mistakes_on_the_command_line_are_usage_errors(flags, message):
     with pytest.raises(UsageError, match=message):
         command_line(flags)
+
+
+def test_a_run_takes_shape_and_vae_from_its_latents(latents, vae, tmp_path, capsys):
+    """Two steps, a sample grid in between, and images from the checkpoint file, without a word about the VAE."""
+    import train
+    from dit.pipeline import load_pipeline
+    flags = ["--data", "latents", "--data-path", str(latents), "--image-size", "16", "24", "--num-classes", "3",
+             "--model", "custom", "--depth", "1", "--hidden-size", "16", "--num-heads", "2", "--patch-size", "4",
+             "--global-batch-size", "4", "--num-workers", "0", "--max-steps", "2", "--sample-every", "1",
+             "--run-dir", str(tmp_path / "run"), "--plan", "off"]
+    assert train.main(flags) == 0
+    assert (tmp_path / "run" / "samples" / "0000001.png").is_file()
+    assert json.loads((tmp_path / "run" / "classes.json").read_text()) == ["class 0", "class 1", "class 2"]
+    pipeline = load_pipeline(tmp_path / "run" / "checkpoints" / "0000002.pt", torch.device("cpu"))
+    assert pipeline.codec.spec.name == vae and pipeline.codec.spec.scale == (0.5,)
+    images = next(iter(pipeline.draw([0], [0], cfg_scale=1.0, num_steps=2))).images
+    assert images.shape == (1, 3, *SIZE)
