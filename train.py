@@ -15,6 +15,7 @@ def main(args: list[str]) -> int:
 
 def start(config: TrainConfig, ranks) -> int:
     """Open the run's folder, freeze the plan, train, and after a trial report. Returns the exit code."""
+    from dit import preflight
     from dit.data import LoaderError
     from dit.guards import Diverged
     from dit.pulse import RankLost
@@ -29,6 +30,10 @@ def start(config: TrainConfig, ranks) -> int:
     if config.trial.plan != "off":
         plan = ranks.on_main(lambda: freeze_plan(config, folder, ranks))
         heed(config, plan.content, say)
+        checks = preflight.preflight(config, folder, ranks, plan.content)
+        if say:
+            preflight.show(checks, say, quiet=True)
+        preflight.stop(checks, config)
     try:
         outcome, result = run_trial(config, folder, ranks, device_facts(config, ranks, plan), plan, say)
     except (Diverged, LoaderError, OutOfRoom, RankLost) as error:

@@ -46,6 +46,8 @@ class PlanFlags:
     """Print plan.json and nothing else."""
     table: bool = False
     """Print the largest micro-batch that fits on the device: all twelve models, with and without --amp and --ckpt."""
+    preflight: bool = False
+    """Also look whether this machine has what the run needs: memory, disk, data, precision. Under torchrun: all ranks."""
     picture: str | None = None
     """Also draw the memory over a step, and one bar per combination of --amp and --ckpt, into this PNG file."""
 
@@ -73,6 +75,8 @@ def main(args: list[str]) -> int:
         print(json.dumps(content, indent=2))
     else:
         print_plan(planned, content)
+    if flags.preflight:
+        check_machine(config, content)
     if flags.picture:
         from dit.planner.pictures import draw
         draw(planned, config, device, flags.num_devices, flags.picture)
@@ -103,6 +107,18 @@ def compare(flags: PlanFlags, device: Device, texts: list[str]) -> None:
     for row in side_by_side(plans):
         table.add_row(*row)
     Console(width=max(100, Console().width)).print(table)
+
+
+def check_machine(config: TrainConfig, content: dict) -> None:
+    """Print the preflight, a line per item. Raises UsageError for what would stop the run."""
+    from dit import preflight
+    from dit.parallel import processes
+
+    with processes() as ranks:
+        checks = preflight.preflight(config, None, ranks, content)
+        if ranks.is_main:
+            preflight.show(checks, lambda line: print(line, file=sys.stderr))
+        preflight.stop(checks, config)
 
 
 def _check(flags: PlanFlags) -> None:
