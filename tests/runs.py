@@ -16,6 +16,8 @@ from dit.step import StepParts, build_parts, no_phase, train_step
 
 TINY = replace(TrainConfig(), data="synthetic", model="custom", image_size=64, num_classes=10, depth=2, hidden_size=64,
                num_heads=4, patch_size=4, global_batch_size=8, lr=1e-3, clip_grad=0.5)
+ONE = Ranks(0, 0, 1, torch.device("cpu"))
+"""A process on its own."""
 
 
 @dataclass
