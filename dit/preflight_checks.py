@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from dit import checkpoint
-from dit.config import TrainConfig, UsageError
+from dit.config import IMAGE_DATA, TrainConfig, UsageError
 from dit.data import PositionDataset, build_dataset
 from dit.metrics_memory import device_used_bytes
 from dit.model import build_model
@@ -247,7 +247,7 @@ def check_shared_memory(config: TrainConfig, ranks: Ranks) -> Check:
     if not workers or not place.is_dir():
         return Check("shared memory", "green", "not used" if not workers else "the system's default")
     latent = math.prod(config.latent_shape)
-    pixels = 3 * math.prod(config.image_hw) if config.data.data == "folder" else latent
+    pixels = 3 * math.prod(config.image_hw) if config.data.data in IMAGE_DATA else latent
     numbers = pixels + latent * (2 if config.encodes_in_loop else 1)
     micro_batch = 4 * numbers * config.micro_batch(ranks.world_size)
     needed = micro_batch * (PREFETCH * workers + 1) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))

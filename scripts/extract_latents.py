@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -144,7 +145,8 @@ def report(manifest: dict, output: str) -> None:
     for name, count in zip(manifest["class_names"], manifest["images_per_class"]):
         if not count:
             say(f"  warning: no image of class {name!r} is readable")
-    say(f"train with: python train.py --data latents --data-path {output} --image-size {manifest['image_size'][0]} "
+    size = " ".join(map(str, dict.fromkeys(manifest["image_size"])))
+    say(f"train with: python train.py --data latents --data-path {shlex.quote(output)} --image-size {size} "
         f"--num-classes {len(manifest['class_names'])}")
 
 
