@@ -25,6 +25,9 @@ class Ema:
         self._sources = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.averages = {name: local(source).clone() for name, source in self._sources.items()}
 
+    def hold_weights(self) -> None:
+        """The weights are about to change; here nobody still reads those of the last step."""
+
     @torch.no_grad()
     def update(self, decay: float, skip: Tensor) -> None:
         """``average += (1 - decay) * (parameter - average)``, and nothing where the scalar float tensor ``skip`` is 1.

@@ -14,6 +14,7 @@ from dit.codec import Codec
 from dit.config import TrainConfig
 from dit.diffusion import Diffusion, create_diffusion
 from dit.ema import Ema
+from dit.host_ema import HostEma
 from dit.local_shards import clip_by_norm, total_norm
 from dit.model import build_model
 from dit.optim import build_optimizer, guarded_step
@@ -37,7 +38,7 @@ class StepParts:
     diffusion: Diffusion
     codec: Codec
     optimizer: torch.optim.Optimizer
-    ema: Ema | None
+    ema: Ema | HostEma | None
     precision: Precision
     clip_grad: float
     device: torch.device
@@ -70,7 +71,7 @@ def build_parts(config: TrainConfig, device: torch.device, codec: Codec, precisi
                             fused_attention=config.precision.attention != "math")
     model.train()
     network = wrap(model)
-    ema = Ema(model) if config.optim.ema != "off" else None
+    ema = {"device": Ema, "host": HostEma, "off": lambda _: None}[config.optim.ema](model)
     return StepParts(model=model, network=network, diffusion=create_diffusion(learn_sigma=config.model.learn_sigma),
                      codec=codec, optimizer=build_optimizer(config.optim, model.parameters()), ema=ema,
                      precision=precision, clip_grad=config.optim.clip_grad, device=device)
@@ -96,6 +97,8 @@ def train_step(parts: StepParts, micro_batches: Iterator[dict[str, Tensor]], acc
                 parts.precision.scaler.scale(loss).backward()
         loss_sum += loss.detach()
     with phase("optimizer"):
+        if parts.ema is not None:
+            parts.ema.hold_weights()
         grad_norm, skipped = _update(parts, lr)
     with phase("ema"):
         if parts.ema is not None:
