@@ -167,7 +167,7 @@ def with_workspaces(events: Events, workspace_bytes: int) -> Events:
               for name in ("forward", "backward")]
     rows = [(first, workspace_bytes, name) for first, name in zip(firsts, ("forward", "backward"), strict=True)
             if first is not None]
-    return _inserted(events, rows, "other") if workspace_bytes else events
+    return inserted(events, rows, "other") if workspace_bytes else events
 
 
 def with_buckets(events: Events, gradients_are_views: bool) -> Events:
@@ -184,7 +184,7 @@ def with_buckets(events: Events, gradients_are_views: bool) -> Events:
     if gradients_are_views:
         events = _freed_in_backward(events, gradients)
         first_data = next(start for phase, start, _, _ in events.spans if PHASES[phase] == "data")
-    return _inserted(events, [(first_data, total, "build")], "gradients")
+    return inserted(events, [(first_data, total, "build")], "gradients")
 
 
 def _freed_in_backward(events: Events, gradients: np.ndarray) -> Events:
@@ -208,7 +208,7 @@ def _freed_in_backward(events: Events, gradients: np.ndarray) -> Events:
     return Events(columns, events.modules, spans)
 
 
-def _inserted(events: Events, rows: list[tuple[int, int, str]], category: str) -> Events:
+def inserted(events: Events, rows: list[tuple[int, int, str]], category: str) -> Events:
     """The events with allocations that are never given back: (index to stand before, bytes, phase)."""
     number = int(events.tensor.max()) + 1
     where = np.array([index for index, _, _ in rows])

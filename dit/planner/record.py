@@ -102,6 +102,13 @@ class Recorder(TorchDispatchMode):
             self._categories[number] = _CATEGORY["activations"]
         self._undecided.clear()
 
+    def end_step(self) -> None:
+        """What a step leaves behind is no activation of it, but a table made at first use, or its result."""
+        passing = (_CATEGORY["activations"], _CATEGORY["temporaries"])
+        for number, _ in self._alive.values():
+            if number is not None and self._categories[number] in passing:
+                self._categories[number] = _CATEGORY["other"]
+
     # ---- memory ----
 
     def label(self, tensors: Iterator[Tensor], category: str) -> None:

@@ -45,6 +45,7 @@ def record(config: TrainConfig, micro_batch: int, *, device_kind: str, dtype: st
             recorder.records_ops = step == 2
             result = train_step(parts, batches, min(config.memory.grad_accum, 2), lr=config.optim.lr,
                                 ema_decay=warmed_up_decay(config.optim.ema_decay, step), phase=phase)
+            recorder.end_step()
     del result
     gc.enable()
     return recorder.finish(micro_batch)

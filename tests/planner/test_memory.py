@@ -1,0 +1,186 @@
+"""Memory plans: equal to real training on this CPU, right about public runs, consistent in themselves, and monotone."""
+
+import csv
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dit.config import TrainConfig, replace
+from dit.planner import memory_of, traced
+from dit.planner.allocator import simulate
+from dit.planner.catalogue import GIB, MIB
+from dit.planner.hardware import cpu_device, custom_device, find_device
+from dit.planner.memory import plan_memory, rounded, summarize, with_buckets
+from dit.planner.trace import CATEGORIES, PHASES
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from check_memory import CONFIGURATIONS, PEAK_TOLERANCE, PHASE_TOLERANCE, check, settings, write_tiny_vae  # noqa: E402
+from check_public import PUBLIC, published  # noqa: E402
+
+SMALL = dict(data="synthetic", model="custom", depth=3, hidden_size=192, num_heads=3, patch_size=2, image_size=128)
+A100 = find_device("A100-SXM4-80GB")
+QUICK = ["fp32, batch 2", "ckpt 1 of 3", "accumulation 3", "foreach", "clip", "no average", "fixed variance",
+         "math attention", "digits ckpt", "VAE", "VAE by 3", "bf16, batch 1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def small(**changes) -> TrainConfig:
+    return replace(TrainConfig(), **(SMALL | changes))
+
+
+def step_of(config: TrainConfig, micro_batch: int = 16, device=A100):
+    return traced(config, device, micro_batch).at(micro_batch)
+
+
+def plan_of(config: TrainConfig, micro_batch: int = 16, device=A100, num_devices: int = 1):
+    return memory_of(config, device, num_devices, step_of(config, micro_batch, device))
+
+
+# ---- against real training ----
+
+@pytest.mark.parametrize("name", QUICK)
+def test_planned_bytes_are_those_of_real_steps(name, tmp_path):
+    write_tiny_vae(tmp_path)
+    result = check(name, *settings(name, tmp_path))
+    assert result.ratio == pytest.approx(1, abs=PEAK_TOLERANCE)
+    phase, ratio = result.worst_phase
+    assert ratio == pytest.approx(1, abs=PHASE_TOLERANCE), phase
+    assert {"data", "encode", "forward", "backward", "optimizer", "ema"} == set(result.measured_phases)
+
+
+def test_the_whole_matrix_has_forty_configurations():
+    assert len(CONFIGURATIONS) >= 40 and set(QUICK) <= set(CONFIGURATIONS)
+
+
+def test_public_runs():
+    """What others have published, planned with their settings."""
+    with open(PUBLIC, newline="", encoding="utf-8") as file:
+        runs = {run.name: run for run in published(list(csv.DictReader(file)))}
+    assert runs["FD-R1"].plan.verdict == "does_not_fit"
+    assert runs["FD-M6"].plan.verdict == "fits"
+    assert runs["G3-1"].plan.verdict == "fits"
+    for name in ("FD-R2", "FD-R3", "FD-R4"):
+        assert runs[name].is_inside
+        assert runs[name].plan.device_used_bytes["mid"] == pytest.approx(runs[name].memory_bytes, rel=0.10)
+
+
+# ---- consistent ----
+
+def test_the_split_sums_to_the_peak_which_is_the_allocators():
+    config = small(amp=True)
+    step = step_of(config)
+    plan = plan_memory(step, A100)
+    assert sum(plan.by_category.values()) == plan.peak_allocated_bytes
+    assert plan.peak_allocated_bytes == max(plan.by_phase.values()) == plan.by_phase[plan.peak_phase]
+    assert plan.peak_allocated_bytes <= plan.peak_reserved_bytes <= plan.device_used_bytes["mid"]
+    assert plan.device_used_bytes["low"] <= plan.device_used_bytes["mid"] <= plan.device_used_bytes["high"]
+    replayed = simulate(np.stack([step.events.tensor, step.events.bytes], axis=1))
+    assert replayed.peak_allocated_bytes == summarize(step.events, rounded(step.events.bytes))["peak_allocated_bytes"]
+
+
+def test_contributors_are_the_largest_and_part_of_the_peak():
+    plan = plan_of(small())
+    sizes = [each.bytes for each in plan.contributors]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) == 10
+    for category in {each.category for each in plan.contributors}:
+        assert sum(each.bytes for each in plan.contributors if each.category == category) <= plan.by_category[category]
+
+
+def test_a_cpu_counts_bytes_and_has_no_reserved_memory():
+    plan = plan_of(small(), 4, cpu_device())
+    assert plan.peak_reserved_bytes is None and plan.peak_allocated_bytes % 512
+
+
+@pytest.mark.parametrize("share, verdict", [(1.02, "fits"), (0.9, "does_not_fit")])
+def test_the_verdict_follows_the_devices_memory(share, verdict):
+    config = small()
+    plan = plan_of(config)
+    end = "high" if share > 1 else "low"
+    memory = int(plan.device_used_bytes[end] * share)
+    assert plan_of(config, device=dataclasses.replace(A100, memory_bytes=memory)).verdict == verdict
+
+
+def test_between_mid_and_high_it_is_tight():
+    config = small()
+    used = plan_of(config).device_used_bytes
+    middle = dataclasses.replace(A100, memory_bytes=(used["mid"] + used["high"]) // 2)
+    assert plan_of(config, device=middle).verdict == "tight"
+
+
+def test_where_it_runs_out_is_named():
+    plan = plan_of(small(), 512, custom_device(GIB))
+    assert plan.verdict == "does_not_fit" and plan.oom_phase in PHASES
+
+
+# ---- DDP ----
+
+def test_buckets_hold_every_gradient_once():
+    config = small()
+    alone, shared = plan_of(config), plan_of(config, num_devices=8)
+    trainable = alone.by_category["parameters"]
+    assert alone.by_phase["save"] < shared.by_phase["save"]
+    added = shared.by_phase["save"] - alone.by_phase["save"]
+    assert 0.9 * trainable < added <= trainable
+
+
+def test_gradients_beside_their_buckets_take_as_much_again():
+    events = step_of(small(), 2).events
+    views, copies = (with_buckets(events, are_views) for are_views in (True, False))
+    peak = [int(np.cumsum(each.bytes)[each.category.size - 1]) for each in (views, copies)]
+    assert peak[0] == peak[1]  # after the step both have the buckets alone
+    highest = [summarize(each, each.bytes)["by_phase"]["optimizer"] for each in (views, copies)]
+    gradients = int(events.bytes[(events.category == CATEGORIES.index("gradients")) & (events.step == 1)
+                                 & (events.bytes > 0)].sum())
+    assert highest[1] - highest[0] == gradients
+
+
+@pytest.mark.parametrize("are_views", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_buckets_leave_a_valid_sequence(are_views, accumulation):
+    events = with_buckets(step_of(small(grad_accum=accumulation), 2).events, are_views)
+    alive = set()
+    for tensor, size in zip(events.tensor.tolist(), events.bytes.tolist()):
+        if size > 0:
+            assert tensor not in alive
+            alive.add(tensor)
+        else:
+            alive.remove(tensor)
+    assert (np.cumsum(events.bytes) >= 0).all()
+
+
+# ---- monotone ----
+
+def test_more_images_never_need_less():
+    for changes in ({}, dict(amp=True, ckpt=True)):
+        peaks = [plan_of(small(**changes), micro_batch).peak_allocated_bytes for micro_batch in (1, 2, 3, 8, 64, 512)]
+        assert peaks == sorted(peaks)
+
+
+def test_more_blocks_never_need_less():
+    peaks = [plan_of(small(depth=depth)).peak_allocated_bytes for depth in (1, 2, 3, 5)]
+    assert peaks == sorted(peaks)
+
+
+def test_less_checkpointing_never_needs_less():
+    plans = [plan_of(small(ckpt=True, ckpt_blocks=blocks), 64) for blocks in (3, 2, 1)] + [plan_of(small(), 64)]
+    peaks = [plan.peak_allocated_bytes for plan in plans]
+    assert peaks == sorted(peaks) and peaks[0] < 0.7 * peaks[-1]
+
+
+def test_mixed_precision_saves_at_a_large_batch_and_costs_at_a_small_one():
+    """Weights are cast once per forward, 2 bytes each, which few images do not win back."""
+    wide = dict(hidden_size=768, num_heads=12, image_size=32, ema="off")
+    small_batch = [plan_of(small(**wide, amp=amp), 2).by_phase["forward"] for amp in (False, True)]
+    large_batch = [plan_of(small(**wide, amp=amp), 512).by_phase["forward"] for amp in (False, True)]
+    assert small_batch[1] > small_batch[0]
+    assert large_batch[1] < large_batch[0]
