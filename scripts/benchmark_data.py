@@ -5,7 +5,7 @@
 
 Rounds of the paths alternate and the best of each counts; rates are per second of processor time, so that a busy
 machine changes them little. The line of the loader's worker also has its wall clock. Without --images, photographs-like
-JPEGs of 400x533 are made. Takes one to two minutes.
+JPEGs of 400x533 are made. Takes two to three minutes.
 """
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from dit import cli  # noqa: E402
-from dit.codec import SD_VAE_CONFIG  # noqa: E402
+from dit.codec import SD_VAE_CONFIG, build_codec  # noqa: E402
 from dit.data import DigitsData, PositionDataset, SyntheticData, micro_batches  # noqa: E402
 from dit.images import ImageData, ImageIndex, crop  # noqa: E402
 from dit.latents import FORMAT, MANIFEST, LatentData, file_sha256, tensor_places  # noqa: E402
+from dit.metrics_memory import measure_tensor_peak  # noqa: E402
+from dit.packed_images import ArrowIndex, TarIndex  # noqa: E402
 from dit.randomness import STREAM_NOISE, STREAM_POSTERIOR, normals, scalars  # noqa: E402
 
 BATCH = 64
@@ -48,8 +50,9 @@ def main(args: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         latents = make_latents(Path(scratch) / "latents")
         images = flags.images or make_images(Path(scratch) / "images")
-        rows = random_rows(flags.rounds) + latent_rows(latents, flags.rounds) + image_rows(images, flags.rounds)
-        rows += loader_rows(latents) + position_rows(latents) + memory_rows(latents, flags.reads)
+        rows = random_rows(flags.rounds) + latent_rows(latents, flags.rounds)
+        rows += image_rows(images, Path(scratch), flags.rounds) + loader_rows(latents) + position_rows(latents)
+        rows += memory_rows(latents, flags.reads) + vae_rows()
     text = table(rows)
     print(text)
     if flags.output:
@@ -109,7 +112,7 @@ def latent_rows(root: Path, rounds: int) -> list[tuple[str, str]]:
     return [*rows, ("time of `LatentData` without draws / plain gather", f"{plain / ours:.2f}")]
 
 
-def image_rows(images: str | Path, rounds: int) -> list[tuple[str, str]]:
+def image_rows(images: str | Path, scratch: Path, rounds: int) -> list[tuple[str, str]]:
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import Compose, Lambda, Normalize, RandomHorizontalFlip, ToTensor
     source = ImageData(ImageIndex(images), PIXELS)
@@ -123,19 +126,53 @@ def image_rows(images: str | Path, rounds: int) -> list[tuple[str, str]]:
         return dataset.order(np.arange(index * count, (index + 1) * count))
 
     drawn = scalars(0, np.arange(count), 1000, 0.1)
+    tars, arrow = packed(source.index, scratch)
     rates = best_rates({
         "JPEG folder at 256 px: torchvision's ImageFolder, same transforms":
             lambda index: torch.stack([theirs[i][0] for i in indices(index)]),
-        "JPEG folder at 256 px: `ImageData`": lambda index: source.read(indices(index), drawn),
+        "JPEG folder at 256 px: `--data folder`": lambda index: source.read(indices(index), drawn),
+        "the same images in a tar: `--data webdataset`": lambda index: tars.read(indices(index), drawn),
+        "the same images in an Arrow table: `--data hf`": lambda index: arrow.read(indices(index), drawn),
     }, count, rounds, 2)
     rows = [(name, f"{rate:,.0f} images/s") for name, rate in rates.items()]
-    plain, ours = rates.values()
+    plain, ours = list(rates.values())[:2]
     other = {"digits": PositionDataset(DigitsData(), seed=0, noise_shape=(1, 8, 8)),
              "synthetic latents 4x32x32": PositionDataset(SyntheticData(SHAPE), seed=0, noise_shape=SHAPE)}
     more = best_rates({name: lambda index, made=made: made.__getitems__(positions(index))
                        for name, made in other.items()}, BATCH, rounds, 10)
-    return [*rows, ("time of `ImageData` / ImageFolder", f"{plain / ours:.2f}"),
+    return [*rows, ("time of `--data folder` / ImageFolder", f"{plain / ours:.2f}"),
             *((f"{name}, whole sample", f"{rate:,.0f} samples/s") for name, rate in more.items())]
+
+
+def packed(index: ImageIndex, scratch: Path) -> tuple[ImageData, ImageData]:
+    """The images of a folder as WebDataset writes them and as Hugging Face's datasets does."""
+    import datasets
+    from webdataset import TarWriter
+    os.environ["DIT_CACHE"] = str(scratch / "cache")
+    files = [Path(index.path(i)).read_bytes() for i in range(len(index))]
+    with TarWriter(str(scratch / "images.tar")) as tar:
+        for i, content in enumerate(files):
+            tar.write({"__key__": f"{i:06d}", "jpg": content, "cls": int(index.labels[i])})
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=index.class_names)})
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"image": [{"bytes": content, "path": None} for content in files],
+                                "label": index.labels.tolist()}, features=features).save_to_disk(scratch / "arrow")
+    return tuple(ImageData(made, PIXELS) for made in (TarIndex(str(scratch / "images.tar")),
+                                                      ArrowIndex(scratch / "arrow")))
+
+
+def vae_rows(count: int = 2) -> list[tuple[str, str]]:
+    """The official VAEs' architecture with random weights, encoding in fp32 on one core."""
+    codec = build_codec("ema", random_weights=True)
+    x = torch.rand(count, 3, *PIXELS) * 2 - 1
+    codec.encode(x)
+    start = time.process_time()
+    codec.encode(x)
+    seconds = (time.process_time() - start) / count
+    peak = measure_tensor_peak(lambda: codec.encode(x))[1].peak_bytes
+    weights = sum(parameter.numel() * 4 for parameter in codec.vae.parameters())
+    return [(f"SD-VAE encoding {count} images at 256 px in fp32", f"{seconds:.1f} s of processor time an image"),
+            (f"its peak of tensors, of which weights {weights / 2**30:.2f} GiB", f"{peak / 2**30:.2f} GiB")]
 
 
 def loader_rows(root: Path, batches: int = 300) -> list[tuple[str, str]]:
