@@ -2,9 +2,9 @@
 
     python scripts/check_public.py [CSV]
 
-The published runs used attention without fused kernels, multi-tensor AdamW that allocates its moments in the first step, the
-VAE in the same process, and DDP, on one GPU too, whose gradients are no views of its buckets (G3-1 names no GPUs: one process,
-not wrapped). No figure of theirs was used to make the planner.
+The published runs used attention without fused kernels, multi-tensor AdamW that allocates its moments in the first
+step, the VAE in the same process, and DDP, on one GPU too, whose gradients are no views of its buckets (G3-1 names no
+GPUs: one process, not wrapped). No figure of theirs was used to make the planner.
 """
 
 import csv
@@ -86,7 +86,8 @@ def with_lazy_moments(events: Events) -> Events:
     columns = {name: column[permutation] for name, column in events.columns.items()}
     columns["phase"] = np.where(is_moment[permutation], PHASES.index("optimizer"), columns["phase"]).astype(np.uint8)
     # what came before the moments' new place moves forward by those that stood before it
-    spans = tuple((phase, start if start >= first and phase != PHASES.index("optimizer") else _moved(start, moments, first),
+    optimizer = PHASES.index("optimizer")
+    spans = tuple((phase, start if start >= first and phase != optimizer else _moved(start, moments, first),
                    stop if stop >= first else _moved(stop, moments, first), step)
                   for phase, start, stop, step in events.spans)
     return Events(columns, events.modules, spans)

@@ -47,7 +47,8 @@ class PlanFlags:
     table: bool = False
     """Print the largest micro-batch that fits on the device: all twelve models, with and without --amp and --ckpt."""
     preflight: bool = False
-    """Also look whether this machine has what the run needs: memory, disk, data, precision. Under torchrun: all ranks."""
+    """Also look whether this machine has what the run needs: memory, disk, data, precision. Under torchrun: all
+    ranks."""
     picture: str | None = None
     """Also draw the memory over a step, and one bar per combination of --amp and --ckpt, into this PNG file."""
 

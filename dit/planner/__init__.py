@@ -42,9 +42,9 @@ def plan(config: TrainConfig, device: Device, num_devices: int = 1, *, num_sampl
          price_per_device_hour: float | None = None, loader_rate: float | None = None) -> Plan:
     """Plan a validated ``config`` on ``num_devices`` of ``device``.
 
-    ``num_samples`` is the size of the data set, where it is known, and ``loader_rate`` what :func:`measured_loader_rate`
-    found; without it reading costs nothing. Raises UsageError where the device cannot do what the
-    config asks for, or where the batch does not divide.
+    ``num_samples`` is the size of the data set, where it is known, and ``loader_rate`` what
+    :func:`measured_loader_rate` found; without it reading costs nothing. Raises UsageError where the device cannot do
+    what the config asks for, or where the batch does not divide.
     """
     micro_batch = config.micro_batch(num_devices)
     step = traced(config, device, micro_batch).at(micro_batch)
@@ -91,7 +91,8 @@ def traced(config: TrainConfig, device: Device, micro_batch: int) -> Trace:
     else:
         shape = config.shape
         kind = "cuda"
-        kernel = attention_kernel(device, dtype or "fp32", shape.hidden_size // shape.num_heads, config.precision.attention)
+        head_size = shape.hidden_size // shape.num_heads
+        kernel = attention_kernel(device, dtype or "fp32", head_size, config.precision.attention)
     return trace_step(config, device_kind=kind, dtype=dtype, attention=kernel, micro_batch=micro_batch)
 
 
@@ -140,8 +141,8 @@ def _time(config: TrainConfig, device: Device, num_devices: int, step: StepTrace
                 {"steps": steps, "hours": unknown, "device_hours": None, "cost": None},
                 {"kind": "prior", "source": "none"}, [f"No time: {error}."])
     run = step_time.run_plan(time, steps, num_devices, device, price)
-    seconds = {"step_seconds": time.step_seconds, "by_phase": time.by_phase, "images_per_second": time.images_per_second,
-               "mfu": time.mfu, "bound_by": time.bound_by}
+    seconds = {"step_seconds": time.step_seconds, "by_phase": time.by_phase,
+               "images_per_second": time.images_per_second, "mfu": time.mfu, "bound_by": time.bound_by}
     whole = {"steps": run.steps, "hours": run.hours, "device_hours": run.device_hours, "cost": run.cost}
     notes = [*time.notes, *([_loader_note(config, device, time, step.micro_batch, loader_rate)] if loader_rate else [])]
     return seconds, whole, time.calibration, notes
@@ -188,12 +189,13 @@ def _memory_notes(config: TrainConfig, device: Device, num_devices: int, memory:
                      + (f"; it would run out in phase {memory.oom_phase}." if memory.oom_phase else "."))
     elif memory.verdict == "tight":
         notes.append(f"Tight: the high figure is {missing / GIB:.2f} GiB above the device's memory"
-                     + (f"; the allocator gives its cache back {memory.num_retries} times in three steps, which is slow."
+                     + (f"; the allocator gives its cache back {memory.num_retries} times in three steps: slow."
                         if memory.num_retries else "."))
     if config.precision.compile:
         notes.append("--compile is not modelled: memory and time are those of eager mode, an upper bound.")
     if config.memory.grad_accum > 1 and num_devices > 1:
-        notes.append("With accumulation under DDP gradients exist twice: in the buckets and, until the last micro-batch, beside them.")
+        notes.append("With accumulation under DDP gradients exist twice: in the buckets and, until the last "
+                     "micro-batch, beside them.")
     return notes
 
 
@@ -202,7 +204,8 @@ def _loader_note(config: TrainConfig, device: Device, time: step_time.TimePlan, 
     waiting, given = time.by_phase.get("data", 0.0), config.data.num_workers
     consumed = micro_batch * config.memory.grad_accum / (time.step_seconds["mid"] - waiting)
     needed = math.ceil(consumed / rate)
-    says = f"A loader worker makes {rate:,.0f} images/s of this data here and the step consumes {consumed:,.0f} per device"
+    says = (f"A loader worker makes {rate:,.0f} images/s of this data here and the step consumes {consumed:,.0f} "
+            "per device")
     if device.generation == "cpu":
         return f"{says}; loading and training share this CPU's cores."
     advice = "enough" if given >= needed else f"too few: give --num-workers {needed} or more"

@@ -44,7 +44,8 @@ def what_would_fit(config: TrainConfig, device: Device, num_devices: int) -> Alt
 
 
 def _by_cost(config: TrainConfig, num_devices: int) -> Iterator[tuple[str, TrainConfig]]:
-    """Nothing is lost by AMP but the last digits; checkpointing costs a third more arithmetic; small micro-batches are slow."""
+    """Nothing is lost by AMP but the last digits; checkpointing costs a third more arithmetic; small micro-batches are
+    slow."""
     has_amp, has_all = config.precision.amp, config.checkpointed_blocks == config.shape.depth
     faster = replace(config, amp=True)
     full = replace(faster, ckpt=True, ckpt_blocks=None)

@@ -18,8 +18,9 @@ from dit.planner.trace import COLUMNS, Events, Op, Recording, Trace
 FORMAT = 2
 _PACKAGE = Path(__file__).resolve().parents[1]
 # What a step is made of. Another helper module of dit does not change a trace.
-_SOURCES = ("codec.py", "config.py", "diffusion.py", "ema.py", "host_ema.py", "local_shards.py", "low_bit.py", "model.py",
-            "optim.py", "step.py", "planner/emulation.py", "planner/kernels.py", "planner/record.py", "planner/trace.py", "planner/tracing.py")
+_SOURCES = ("codec.py", "config.py", "diffusion.py", "ema.py", "host_ema.py", "local_shards.py", "low_bit.py",
+            "model.py", "optim.py", "step.py", "planner/emulation.py", "planner/kernels.py", "planner/record.py",
+            "planner/trace.py", "planner/tracing.py")
 
 
 def key(request: dict[str, object]) -> str:
@@ -51,7 +52,8 @@ def load(request: dict[str, object], accumulation: int) -> Trace | None:
     try:
         with np.load(path) as data:
             meta = json.loads(data["meta"].tobytes())
-            events = Events({name: data[name] for name in COLUMNS}, tuple(meta["modules"]), tuple(map(tuple, meta["spans"])))
+            columns = {name: data[name] for name in COLUMNS}
+            events = Events(columns, tuple(meta["modules"]), tuple(map(tuple, meta["spans"])))
             recording = Recording(meta["micro_batch"], events, tuple(map(_op, meta["ops"])), data["op_sequence"])
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
@@ -66,7 +68,8 @@ def _op(values: list) -> Op:
 def save(trace: Trace) -> None:
     """Keep a trace. A cache that cannot be written is no error: the next plan takes longer."""
     recording, events = trace.recording, trace.recording.events
-    meta = {"micro_batch": recording.micro_batch, "modules": events.modules, "spans": events.spans, "request": trace.request,
+    meta = {"micro_batch": recording.micro_batch, "modules": events.modules, "spans": events.spans,
+            "request": trace.request,
             "ops": [[getattr(op, f.name) for f in dataclasses.fields(Op)] for op in recording.op_table]}
     buffer = io.BytesIO()
     np.savez(buffer, meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8), op_sequence=recording.op_sequence,

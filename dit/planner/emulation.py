@@ -1,7 +1,7 @@
 """What a device would run, on the meta device, which has neither autocast nor fused attention of its own.
 
-:class:`Emulation` is the region of a forward: inside it functions are cast as the device's autocast would cast them, with its
-cache of cast weights, and attention runs the kernel that the device would choose.
+:class:`Emulation` is the region of a forward: inside it functions are cast as the device's autocast would cast them,
+with its cache of cast weights, and attention runs the kernel that the device would choose.
 """
 
 from collections.abc import Callable
@@ -13,21 +13,23 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 # Names of functions by what autocast does to them (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and
-# AT_FORALL_FP32, and the lists of autocast_mode.cpp for the CPU). What is in neither list runs in its inputs' widest type.
-_LOWER_BOTH = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d",
-               "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"}
+# AT_FORALL_FP32, and the lists of autocast_mode.cpp for the CPU). What is in neither list runs in its inputs' widest
+# type.
+_LOWER_BOTH = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d",
+               "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+               "scaled_dot_product_attention"}
 LOWER_PRECISION = {"cuda": _LOWER_BOTH | {"addmv", "addr", "mv", "chain_matmul", "multi_dot", "einsum", "prelu"},
                    "cpu": _LOWER_BOTH | {"vecdot", "einsum"}}
-_FP32_BOTH = {"mse_loss", "nll_loss", "prod", "cdist", "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss",
-              "multilabel_margin_loss", "triplet_margin_loss", "soft_margin_loss"}
+_FP32_BOTH = {"mse_loss", "nll_loss", "prod", "cdist", "cosine_embedding_loss", "hinge_embedding_loss",
+              "margin_ranking_loss", "multilabel_margin_loss", "triplet_margin_loss", "soft_margin_loss"}
 FLOAT32 = {
     "cuda": _FP32_BOTH | {
-        "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
-        "__pow__", "__rpow__", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm", "rms_norm", "renorm", "logsumexp",
-        "cosine_similarity", "poisson_nll_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "dist", "pdist",
-        "softmax", "log_softmax", "cumprod", "cumsum", "sum", "norm"},
-    "cpu": _FP32_BOTH | {"binary_cross_entropy", "grid_sampler", "polar", "quantile", "nanquantile", "stft", "trace", "ctc_loss",
-                         "multi_margin_loss", "smooth_l1_loss", "huber_loss", "inverse", "pinverse"},
+        "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+        "sinh", "tan", "__pow__", "__rpow__", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm",
+        "rms_norm", "renorm", "logsumexp", "cosine_similarity", "poisson_nll_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+        "kl_div", "dist", "pdist", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "norm"},
+    "cpu": _FP32_BOTH | {"binary_cross_entropy", "grid_sampler", "polar", "quantile", "nanquantile", "stft", "trace",
+                         "ctc_loss", "multi_margin_loss", "smooth_l1_loss", "huber_loss", "inverse", "pinverse"},
 }
 
 ATTENTION = {  # kernel -> the operation that scaled_dot_product_attention runs, and its arguments beyond q, k, v
@@ -42,8 +44,8 @@ ATTENTION = {  # kernel -> the operation that scaled_dot_product_attention runs,
 class Emulation(TorchFunctionMode):
     """One region of the device's autocast (none if ``dtype`` is None) and its attention kernels.
 
-    ``attention`` gives the kernel for a (q, k, v). ``on_cast`` hears of every weight that enters the cache. Entering it anew is
-    a new region with an empty cache, as leaving the outermost autocast is on a device.
+    ``attention`` gives the kernel for a (q, k, v). ``on_cast`` hears of every weight that enters the cache. Entering it
+    anew is a new region with an empty cache, as leaving the outermost autocast is on a device.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype | None, attention: Callable[[Tensor], str],
@@ -62,9 +64,9 @@ class Emulation(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.dtype is not None:
             if name in self._lower:
-                args, kwargs = self._all(self._to_lower, args), {k: self._all(self._to_lower, v) for k, v in kwargs.items()}
+                args, kwargs = self._all(self._to_lower, args), self._all(self._to_lower, kwargs)
             elif name in self._float32:
-                args, kwargs = self._all(_to_float32, args), {k: self._all(_to_float32, v) for k, v in kwargs.items()}
+                args, kwargs = self._all(_to_float32, args), self._all(_to_float32, kwargs)
         if func is functional.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         return func(*args, **kwargs)
@@ -74,6 +76,8 @@ class Emulation(TorchFunctionMode):
             return cast(value)
         if isinstance(value, tuple | list):
             return type(value)(self._all(cast, item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._all(cast, item) for key, item in value.items()}
         return value
 
     def _to_lower(self, tensor: Tensor) -> Tensor:
@@ -88,7 +92,8 @@ class Emulation(TorchFunctionMode):
             self._on_cast(self._cache[key])
         return self._cache[key]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+                dropout_p: float = 0.0,
                 is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
         assert attn_mask is None and not dropout_p and not enable_gqa, "the planner knows plain attention only"
         operation, extra = ATTENTION[self._attention(query)]

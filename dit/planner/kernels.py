@@ -1,6 +1,7 @@
 """Memory that kernels take inside themselves and give back before they return, which no tensor of the step shows.
 
-Each was found by holding the events of real steps against the recorded ones; the rules are those of the kernels' sources.
+Each was found by holding the events of real steps against the recorded ones; the rules are those of the kernels'
+sources.
 """
 
 import math
@@ -53,8 +54,8 @@ def _image_copy(image: Tensor, weight: Tensor) -> list[int]:
     return [] if image.is_contiguous(memory_format=layout) else [_size(image)]
 
 
-def _group_norm(keeps_layout: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, size: int,
-                groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _group_norm(keeps_layout: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int,
+                size: int, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """On a CPU the result keeps a channels-last layout, on a GPU it is contiguous (native/group_norm.cpp)."""
     layout = torch.preserve_format if keeps_layout else torch.contiguous_format
     return torch.empty_like(x, memory_format=layout), x.new_empty(n, groups), x.new_empty(n, groups)

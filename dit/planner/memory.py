@@ -1,7 +1,7 @@
 """From a step's events to the memory a device must have: its peak, what is in it, and whether it fits. Needs no torch.
 
-Three figures, in the order in which they grow. *Allocated* is what tensors hold: on a GPU rounded up to 512 bytes each, as
-torch.cuda.max_memory_allocated counts, on a CPU to the byte. *Reserved* is what the caching allocator holds to
+Three figures, in the order in which they grow. *Allocated* is what tensors hold: on a GPU rounded up to 512 bytes each,
+as torch.cuda.max_memory_allocated counts, on a CPU to the byte. *Reserved* is what the caching allocator holds to
 serve them. *Device-used* adds what no allocator shows: the driver's context, loaded kernels, NCCL.
 """
 
@@ -17,7 +17,8 @@ from dit.planner.trace import CATEGORIES, PHASES, Events, StepTrace
 
 BLOCK_BYTES = 512  # the caching allocator's granularity (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 NCCL_BYTES = (300 * MIB, 600 * MIB, 1000 * MIB)
-"""Outside the allocator, per communicator: 0.5-0.7 GB were seen; buffers grow with channels. Prior, to be calibrated."""
+"""Outside the allocator, per communicator: 0.5-0.7 GB were seen; buffers grow with channels. Prior, to be
+calibrated."""
 CUDNN_WORKSPACE_BYTES = (0, 64 * MIB, 1 * GIB)
 """Inside the allocator, while a VAE's convolution runs: cuDNN's heuristics choose it. Prior, to be calibrated."""
 FRAGMENTATION = (0.5, 1.0, 1.25)
@@ -26,7 +27,8 @@ and on sizes of kernels' temporaries, which differ between versions. Prior, to b
 ALLOCATED_MARGIN = (1.0, 1.0, 1.01)
 """Error of the allocated peak itself: what kernels take inside themselves. Prior, to be calibrated."""
 HOST_BYTES = (300 * MIB, 700 * MIB, 1600 * MIB)
-"""A training process on the CPU without its tensors: interpreter, torch, libraries, threads. Prior, to be calibrated."""
+"""A training process on the CPU without its tensors: interpreter, torch, libraries, threads. Prior, to be
+calibrated."""
 HOST_MARGIN = (1.0, 1.05, 1.25)
 """Resident size of a CPU process per byte of tensors: the C library keeps freed memory. Prior, to be calibrated."""
 
@@ -46,8 +48,8 @@ class Contributor:
 class MemoryPlan:
     """Bytes on each device. ``peak_reserved_bytes`` is None on a CPU, which has no caching allocator.
 
-    ``by_category`` splits the peak and sums to it; ``by_phase`` has every phase's own peak. ``num_retries`` counts how often
-    the allocator would give its cache back and try again, which is slow. ``oom_phase`` is where a run would die.
+    ``by_category`` splits the peak and sums to it; ``by_phase`` has every phase's own peak. ``num_retries`` counts how
+    often the allocator would give its cache back and try again, which is slow. ``oom_phase`` is where a run would die.
     """
 
     verdict: str
@@ -92,8 +94,8 @@ def _on_cpu(events: Events, device: Device, num_processes: int) -> MemoryPlan:
     peak = summarize(events, events.bytes)
     used = {name: num_processes * int(peak["peak_allocated_bytes"] * margin + host)
             for name, margin, host in zip(_ENDS, HOST_MARGIN, HOST_BYTES, strict=True)}
-    return MemoryPlan(verdict=_verdict(used, device.memory_bytes, False), peak_reserved_bytes=None, device_used_bytes=used,
-                      memory_bytes=device.memory_bytes, **peak)
+    return MemoryPlan(verdict=_verdict(used, device.memory_bytes, False), peak_reserved_bytes=None,
+                      device_used_bytes=used, memory_bytes=device.memory_bytes, **peak)
 
 
 def _on_gpu(events: Events, device: Device, under_ddp: bool, encodes: bool, expandable_segments: bool) -> MemoryPlan:
@@ -151,7 +153,8 @@ def summarize(events: Events, num_bytes: np.ndarray) -> dict[str, object]:
         name = re.sub(r"\.\d+(?=\.|$)", ".*", events.modules[module]), CATEGORIES[category]
         grouped[name] = grouped.get(name, 0) + int(by_key[index])
     largest = sorted(grouped.items(), key=lambda item: -item[1])[:10]
-    return {"peak_allocated_bytes": int(levels[peak]), "peak_phase": PHASES[columns["phase"][peak]], "by_phase": by_phase,
+    return {"peak_allocated_bytes": int(levels[peak]), "peak_phase": PHASES[columns["phase"][peak]],
+            "by_phase": by_phase,
             "by_category": {name: int(size) for name, size in zip(CATEGORIES, split, strict=True)},
             "contributors": tuple(Contributor(*name, size) for name, size in largest)}
 
@@ -159,7 +162,8 @@ def summarize(events: Events, num_bytes: np.ndarray) -> dict[str, object]:
 # ---- what a trace on one device without libraries lacks ----
 
 def with_workspaces(events: Events, workspace_bytes: int) -> Events:
-    """cuBLAS's workspaces, taken in the allocator at the first product of the forward's and of autograd's thread, and kept.
+    """cuBLAS's workspaces, taken in the allocator at the first product of the forward's and of autograd's thread, and
+    kept.
 
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp.
     """
@@ -173,8 +177,8 @@ def with_workspaces(events: Events, workspace_bytes: int) -> Events:
 def with_buckets(events: Events, gradients_are_views: bool) -> Events:
     """DDP's buckets: one copy of all gradients, from the wrapping on.
 
-    As views of them, gradients live in the buckets: the tensor that autograd makes is copied and given back at once. Where several
-    micro-batches are accumulated, gradients are separate tensors until the last one's backward
+    As views of them, gradients live in the buckets: the tensor that autograd makes is copied and given back at once.
+    Where several micro-batches are accumulated, gradients are separate tensors until the last one's backward
     (torch/csrc/distributed/c10d/reducer.cpp).
     """
     gradients = events.category == CATEGORIES.index("gradients")

@@ -1,7 +1,7 @@
 """Record what the real training step allocates and computes, on the meta device.
 
-:class:`Recorder` sees every operation below autograd and every storage that comes and goes. It knows nothing of this project's
-step; ``dit.planner.tracing`` drives it.
+:class:`Recorder` sees every operation below autograd and every storage that comes and goes. It knows nothing of this
+project's step; ``dit.planner.tracing`` drives it.
 """
 
 import functools
@@ -31,8 +31,8 @@ _GATHERS = {"aten.embedding", "aten.index", "aten.gather"}  # read as much as th
 class Recorder(TorchDispatchMode):
     """Events and operations of everything that runs inside the mode. Make one per run.
 
-    ``internal`` adds the temporaries of kernels; ``replaced`` gives, by operation, a stand-in for kernels that refuse meta.
-    Operations are recorded while ``records_ops`` is set.
+    ``internal`` adds the temporaries of kernels; ``replaced`` gives, by operation, a stand-in for kernels that refuse
+    meta. Operations are recorded while ``records_ops`` is set.
     """
 
     def __init__(self, internal: Internal, replaced: dict[object, Callable]):
@@ -87,7 +87,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def in_phase(self, name: str) -> Iterator[None]:
-        """Label what happens inside, and after it until the next one, as phase ``name``. Every "data" begins a micro-step."""
+        """Label what happens inside, and after it until the next one, as phase ``name``. Every "data" begins a
+        micro-step."""
         self.phase = name
         self.micro_step += name == "data"
         start = len(self._rows)
@@ -187,12 +188,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_engine_sum(self, args: tuple) -> bool:
-        """Whether two gradients of the same tensor are added up: nothing else adds in the backward outside of modules."""
+        """Whether two gradients of the same tensor are added up: nothing else adds in the backward outside of
+        modules."""
         return (self.phase == "backward" and not self._stack and isinstance(args[1], Tensor)
                 and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype)
 
     def _run(self, func, args: tuple, kwargs: dict) -> object:
-        """The operation's result. What it looks like is computed once per operation and arguments: blocks and steps repeat."""
+        """The operation's result. What it looks like is computed once per operation and arguments: blocks and steps
+        repeat."""
         if func in self._replaced:
             return self._replaced[func](*args, **kwargs)
         if not _is_pure(func):
@@ -211,8 +214,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _aliases(self, result: object) -> bool:
-        """Whether a result lies in memory that was there before, whatever the operation's schema says (_unsafe_view)."""
-        return any(leaf.untyped_storage()._cdata in self._alive for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        """Whether a result lies in memory that was there before, whatever the operation's schema says
+        (_unsafe_view)."""
+        tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return any(tensor.untyped_storage()._cdata in self._alive for tensor in tensors)
 
     def _current_module(self) -> int:
         if self._stack:
@@ -225,8 +230,8 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func, args, kwargs, result, outputs: list[Tensor], module: int) -> None:
         name, is_view, flops_of = self._facts_of(func)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.device.type == "meta"]
-        outputs = [tensor for tensor in outputs if tensor.device.type == "meta"]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_meta]
+        outputs = [tensor for tensor in outputs if tensor.is_meta]
         if not inputs and not outputs:
             return
         is_multi = "_foreach_" in name or "_fused_" in name
@@ -263,11 +268,12 @@ class Recorder(TorchDispatchMode):
         """What was recorded, as columns."""
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
         number = rows[:, 0]
-        values = {"tensor": number, "bytes": rows[:, 1], "phase": rows[:, 2], "step": rows[:, 3], "micro_step": rows[:, 4],
+        values = {"tensor": number, "bytes": rows[:, 1], "phase": rows[:, 2], "step": rows[:, 3],
+                  "micro_step": rows[:, 4],
                   "category": np.array(self._categories)[number], "module": np.array(self._modules)[number]}
         columns = {name: values[name].astype(dtype) for name, dtype in COLUMNS.items()}
-        return Recording(micro_batch, Events(columns, tuple(self._module_names), tuple(self._spans)), tuple(self._op_index),
-                         np.array(self._op_sequence, dtype=np.int32))
+        events = Events(columns, tuple(self._module_names), tuple(self._spans))
+        return Recording(micro_batch, events, tuple(self._op_index), np.array(self._op_sequence, dtype=np.int32))
 
 
 def _bytes(tensors: list[Tensor]) -> int:
@@ -295,7 +301,8 @@ def _form(value: object) -> object:
 
 
 def _template(result: object) -> object:
-    """A description from which :func:`_from_template` makes a result of the same form, or None if it is not all meta."""
+    """A description from which :func:`_from_template` makes a result of the same form, or None if it is not all
+    meta."""
     if isinstance(result, Tensor):
         return (tuple(result.shape), result.stride(), result.dtype) if result.is_meta else None
     if isinstance(result, tuple | list):

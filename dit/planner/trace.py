@@ -1,8 +1,8 @@
 """What one training step allocates and computes, for any micro-batch: the data that the planner works on.
 
-A :class:`Trace` holds the events (tensor bytes taken and given back) of three whole optimizer steps and the operations of one
-of them. Every size in it is affine in the micro-batch, ``base + slope * micro_batch``, and one recording of the real step
-(``dit.planner.tracing``) gives both numbers. Neither torch nor a GPU is needed to read one.
+A :class:`Trace` holds the events (tensor bytes taken and given back) of three whole optimizer steps and the operations
+of one of them. Every size in it is affine in the micro-batch, ``base + slope * micro_batch``, and one recording of the
+real step (``dit.planner.tracing``) gives both numbers. Neither torch nor a GPU is needed to read one.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ import numpy as np
 from dit.config import TrainConfig
 
 PHASES = ("build", "data", "encode", "forward", "backward", "optimizer", "ema", "save", "sample")
-CATEGORIES = ("parameters", "gradients", "optimizer", "ema", "activations", "temporaries", "cast_copies", "vae", "batch",
-              "other")
+CATEGORIES = ("parameters", "gradients", "optimizer", "ema", "activations", "temporaries", "cast_copies", "vae",
+              "batch", "other")
 TRACED_STEPS = 3
 SYMBOL = 2**31 - 1
-"""The micro-batch at which steps are recorded. Meta tensors take no memory, so it can be larger than any size that does not
-depend on the batch: whatever is recorded is then base + slope * SYMBOL with the base as remainder."""
+"""The micro-batch at which steps are recorded. Meta tensors take no memory, so it can be larger than any size that does
+not depend on the batch: whatever is recorded is then base + slope * SYMBOL with the base as remainder."""
 COLUMNS = {"tensor": np.int64, "bytes": np.int64, "phase": np.uint8, "category": np.uint8, "module": np.uint16,
            "step": np.uint8, "micro_step": np.uint8}
 
@@ -27,11 +27,11 @@ COLUMNS = {"tensor": np.int64, "bytes": np.int64, "phase": np.uint8, "category":
 class Op:
     """One call of a kernel at a given micro-batch.
 
-    ``bytes_read`` and ``bytes_written`` are the sizes of the tensors it reads and writes, ``flops`` counts matrix products,
-    convolutions and attention (multiply and add are two). ``kind`` is "view" for what only makes a new view of old memory
-    (nothing runs, nothing is read), else "kernel". ``num_tensors`` is above 1 for multi-tensor operations. ``module`` is the
-    module's path with block numbers as ``*``, in the backward the path of the module whose gradient it computes.
-    ``recomputed`` marks forward operations that checkpointing runs again in the backward.
+    ``bytes_read`` and ``bytes_written`` are the sizes of the tensors it reads and writes, ``flops`` counts matrix
+    products, convolutions and attention (multiply and add are two). ``kind`` is "view" for what only makes a new view
+    of old memory (nothing runs, nothing is read), else "kernel". ``num_tensors`` is above 1 for multi-tensor
+    operations. ``module`` is the module's path with block numbers as ``*``, in the backward the path of the module
+    whose gradient it computes. ``recomputed`` marks forward operations that checkpointing runs again in the backward.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Event:
 class Events:
     """Events in order, as columns of equal length.
 
-    ``bytes`` is positive where memory is taken and negative where it is given back; phase, category and module are indices
-    into PHASES, CATEGORIES and ``modules``. What exists before the first step is allocated in step 0, phase "build". A
-    tensor's two events carry the same category and module. ``spans`` are the phases as they came: (phase, index of the first
-    event, index after the last, step).
+    ``bytes`` is positive where memory is taken and negative where it is given back; phase, category and module are
+    indices into PHASES, CATEGORIES and ``modules``. What exists before the first step is allocated in step 0, phase
+    "build". A tensor's two events carry the same category and module. ``spans`` are the phases as they came: (phase,
+    index of the first event, index after the last, step).
     """
 
     columns: dict[str, np.ndarray]
@@ -105,7 +105,8 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class Recording:
-    """One recorded run at one micro-batch: the events, and the step's operations as indices into a table of distinct ones."""
+    """One recorded run at one micro-batch: the events, and the step's operations as indices into a table of distinct
+    ones."""
 
     micro_batch: int
     events: Events
@@ -117,8 +118,8 @@ class Recording:
 class Trace:
     """A recording and what it was made of, to be read at any micro-batch where ``is_affine``, else at the recorded one.
 
-    ``request`` is the dictionary of everything the recording depended on. ``accumulation`` is the run's; a recording holds
-    at most two micro-steps, since the second, third and every later one are alike.
+    ``request`` is the dictionary of everything the recording depended on. ``accumulation`` is the run's; a recording
+    holds at most two micro-steps, since the second, third and every later one are alike.
     """
 
     request: dict[str, object]
@@ -131,15 +132,26 @@ class Trace:
 
     def at(self, micro_batch: int) -> StepTrace:
         """The trace at ``micro_batch``."""
-        recording = self.recording
-        events, table = recording.events, recording.op_table
+        table = self.op_table_at(micro_batch)
+        ops = self._accumulated([table[index] for index in self.recording.op_sequence])
+        return StepTrace(micro_batch, self.events_at(micro_batch), ops)
+
+    def events_at(self, micro_batch: int) -> Events:
+        """The events at ``micro_batch``."""
+        events = self.recording.events
         if self.is_affine:
             slope, base = np.divmod(np.abs(events.bytes), SYMBOL)
             size = np.sign(events.bytes) * (base + slope * micro_batch)
-            events = Events({**events.columns, "bytes": size}, events.modules, events.spans)
-            table = [_op_at(op, micro_batch) for op in table]
-        assert self.is_affine or recording.micro_batch == micro_batch, f"recorded at {recording.micro_batch} only"
-        return StepTrace(micro_batch, events, self._accumulated([table[index] for index in recording.op_sequence]))
+            return Events({**events.columns, "bytes": size}, events.modules, events.spans)
+        assert self.recording.micro_batch == micro_batch, f"recorded at {self.recording.micro_batch} only"
+        return events
+
+    def op_table_at(self, micro_batch: int) -> list[Op]:
+        """The distinct operations at ``micro_batch``, in the order of the recording's table."""
+        if self.is_affine:
+            return [_op_at(op, micro_batch) for op in self.recording.op_table]
+        assert self.recording.micro_batch == micro_batch, f"recorded at {self.recording.micro_batch} only"
+        return list(self.recording.op_table)
 
     def _accumulated(self, ops: list[Op]) -> list[Op]:
         """Operations of all micro-steps: the second one recorded stands for every later one."""
@@ -164,7 +176,8 @@ def _op_at(op: Op, micro_batch: int) -> Op:
         return tuple(tuple(map(number, shape)) for shape in recorded)
 
     return Op(op.name, op.phase, op.module, op.dtype, shapes(op.inputs), shapes(op.outputs), number(op.flops),
-              number(op.bytes_read), number(op.bytes_written), op.kind, op.step, op.micro_step, op.num_tensors, op.recomputed)
+              number(op.bytes_read), number(op.bytes_written), op.kind, op.step, op.micro_step, op.num_tensors,
+              op.recomputed)
 
 
 def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, attention: str, micro_batch: int,
@@ -184,9 +197,11 @@ def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, atte
         "shape": asdict(config.shape), "image_hw": config.image_hw, "micro_batch": recorded,
         "vae": config.vae if config.encodes_in_loop else None,
         "encode_chunk": config.data.encode_chunk if recorded != SYMBOL else 0,
-        "checkpointed_blocks": config.checkpointed_blocks, "ema": config.optim.ema, "optimizer": config.optim.optimizer,
+        "checkpointed_blocks": config.checkpointed_blocks, "checkpoint_every": config.memory.ckpt_every_nth,
+        "ema": config.optim.ema, "optimizer": config.optim.optimizer,
         "clips": config.optim.clip_grad > 0, "accumulates": config.memory.grad_accum > 1,
-        "unfused": config.precision.attention == "math", "device_kind": device_kind, "dtype": dtype, "attention": attention,
+        "unfused": config.precision.attention == "math", "device_kind": device_kind, "dtype": dtype,
+        "attention": attention,
     }
     found = cache.load(request, config.memory.grad_accum) if use_cache else None
     if found is None:

@@ -1,9 +1,9 @@
 """Trace the project's own optimizer step on the meta device: three whole steps, for a device that need not be there."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import gc
 import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
@@ -71,8 +71,8 @@ def _label_parts(recorder: Recorder, parts: StepParts) -> None:
 
 def _batches(config: TrainConfig, micro_batch: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Micro-batches as ``dit.data`` makes them, on the host or (``device`` meta) where the step runs."""
-    shapes = {"x": (3, *config.image_hw) if config.encodes_in_loop else config.latent_shape, "noise": config.latent_shape,
-              "y": (), "t": (), "drop": ()}
+    shapes = {"x": (3, *config.image_hw) if config.encodes_in_loop else config.latent_shape,
+              "noise": config.latent_shape, "y": (), "t": (), "drop": ()}
     if config.encodes_in_loop:
         shapes["posterior_noise"] = config.latent_shape
     dtypes = {"y": torch.int64, "t": torch.int64, "drop": torch.bool}

@@ -1,4 +1,5 @@
-"""The emulated autocast saves for the backward exactly what CUDA's own autocast saves, as fake CUDA tensors show without a GPU."""
+"""The emulated autocast saves for the backward exactly what CUDA's own autocast saves, as fake CUDA tensors show
+without a GPU."""
 
 import warnings
 from collections import Counter
@@ -46,7 +47,8 @@ def emulated(name: str, dtype: torch.dtype):
 
 
 def on_fake_cuda(name: str, dtype: torch.dtype, monkeypatch):
-    """The forward with CUDA's autocast forced on. Attention is forced too: without a GPU torch would take the math path."""
+    """The forward with CUDA's autocast forced on. Attention is forced too: without a GPU torch would take the math
+    path."""
     def flash(query, key, value, **kwargs):
         return FLASH(query, key, value)[0]
 

@@ -11,7 +11,7 @@ import pytest
 from dit.config import TrainConfig, replace
 from dit.planner import memory_of, traced
 from dit.planner.allocator import simulate
-from dit.planner.catalogue import GIB, MIB
+from dit.planner.catalogue import GIB
 from dit.planner.hardware import cpu_device, custom_device, find_device
 from dit.planner.memory import plan_memory, rounded, summarize, with_buckets
 from dit.planner.trace import CATEGORIES, PHASES

@@ -112,7 +112,8 @@ def test_accumulation_repeats_the_second_micro_step():
 def test_modules_are_known_in_the_backward_too():
     ops = recorded(small(), SYMBOL).at(2).ops
     products = [op for op in ops if op.phase == "backward" and op.flops]
-    assert {"blocks.*.mlp.fc1", "blocks.*.attn.qkv", "blocks.*.attn", "final_layer.linear"} <= {op.module for op in products}
+    modules = {op.module for op in products}
+    assert {"blocks.*.mlp.fc1", "blocks.*.attn.qkv", "blocks.*.attn", "final_layer.linear"} <= modules
 
 
 def test_the_cache_gives_the_same_trace_and_needs_no_torch():
@@ -139,6 +140,6 @@ def test_a_broken_cache_file_is_made_again(tmp_path):
 
 def test_other_settings_are_other_traces():
     arguments = dict(device_kind="cuda", dtype=None, attention="efficient", micro_batch=2)
-    keys = {cache.key(trace_step(small(**changes), **arguments).request)
-            for changes in ({}, dict(depth=3), CKPT, dict(clip_grad=1.0), dict(ema="off"), dict(optimizer="adamw-foreach"))}
+    others = ({}, dict(depth=3), CKPT, dict(clip_grad=1.0), dict(ema="off"), dict(optimizer="adamw-foreach"))
+    keys = {cache.key(trace_step(small(**changes), **arguments).request) for changes in others}
     assert len(keys) == 6
