@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.config import PRESETS, ModelShape, UsageError
+from dit.low_bit import restore
 
 FORMAT = 1
 SHARDED = ".sharded"
@@ -209,7 +210,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, object]) -
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         for name, value in state["state"][index].items():
-            optimizer.state[parameter][name].copy_(value)
+            restore(optimizer.state[parameter][name], value)
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:

@@ -5,16 +5,19 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dit import low_bit
 from dit.config import OptimConfig
 
 
-def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW over the trainable ones of ``parameters``, its moments allocated at once.
 
     torch would allocate them in the first step; doing it here lets a run that cannot fit fail before it starts, and
     gives step 1 the memory of every later step.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if config.optimizer in ("adamw-8bit", "adamw-4bit"):
+        return low_bit.build_low_bit(config, trainable)
     fused = config.optimizer == "adamw"
     optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.999),
                                   fused=fused and not trainable[0].is_meta, foreach=not fused or trainable[0].is_meta)
@@ -29,12 +32,23 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> 
     return optimizer
 
 
-def guarded_step(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use ``lr`` from now on; where an optimizer keeps it as a tensor, it stays one."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def guarded_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Take the optimizer's step unless the scalar float tensor ``skip`` is 1.
 
-    The fused kernel reads ``skip`` on the device. The multi-tensor one cannot, so there the host waits for it.
+    The fused kernel reads ``skip`` on the device. The other ones cannot, so there the host waits for it.
     """
-    if optimizer.param_groups[0]["fused"]:
+    if low_bit.is_low_bit(optimizer):
+        low_bit.step(optimizer, skip)
+    elif optimizer.param_groups[0]["fused"]:
         optimizer.found_inf, optimizer.grad_scale = skip, None
         optimizer.step()
         del optimizer.found_inf, optimizer.grad_scale

@@ -18,6 +18,7 @@ from dit import checkpoint
 from dit.config import TrainConfig, UsageError
 from dit.config_files import to_tree
 from dit.guards import Diverged
+from dit.low_bit import packed
 from dit.parallel import Ranks
 from dit.run_folder import RunFolder
 from dit.step import Phase, StepParts
@@ -33,7 +34,7 @@ def state_of(config: TrainConfig, parts: StepParts, step: int, bad_steps: int = 
     The tensors are the live ones. ``bad_steps`` is the number of steps skipped in a row up to now.
     """
     model = parts.model.state_dict()
-    state = {"model": model, "opt": parts.optimizer.state_dict(), "scaler": parts.precision.scaler.state_dict(),
+    state = {"model": model, "opt": packed(parts.optimizer.state_dict()), "scaler": parts.precision.scaler.state_dict(),
              "step": step, "bad_steps": bad_steps, "config": to_tree(config),
              "shape": checkpoint.shape_tree(config.shape)}
     if parts.ema is not None:

@@ -17,7 +17,7 @@ from dit.ema import Ema
 from dit.host_ema import HostEma
 from dit.local_shards import clip_by_norm, total_norm
 from dit.model import build_model
-from dit.optim import build_optimizer, guarded_step
+from dit.optim import build_optimizer, guarded_step, set_learning_rate
 from dit.precision import Precision
 
 Phase = Callable[[str], AbstractContextManager]
@@ -130,8 +130,7 @@ def _update(parts: StepParts, lr: float) -> tuple[Tensor, Tensor]:
     skipped = (~torch.isfinite(grad_norm)).float()
     if parts.clip_grad:
         clip_by_norm(gradients, parts.clip_grad, grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    set_learning_rate(optimizer, lr)
     guarded_step(optimizer, skipped)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
