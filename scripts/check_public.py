@@ -20,7 +20,8 @@ from dit.config import replace as with_settings
 from dit.planner import traced
 from dit.planner.catalogue import MIB
 from dit.planner.hardware import find_device
-from dit.planner.memory import MemoryPlan, inserted, plan_memory
+from dit.planner.memory import MemoryPlan, plan_memory
+from dit.planner.spread import inserted
 from dit.planner.trace import CATEGORIES, PHASES, Events
 
 PUBLIC = Path(__file__).resolve().parents[1] / "tests" / "data" / "public_memory.csv"

@@ -16,6 +16,7 @@ from dit.planner import flops, step_time
 from dit.planner.catalogue import GIB, Device
 from dit.planner.hardware import attention_kernel
 from dit.planner.memory import MemoryPlan, plan_memory
+from dit.planner.spread import Shards
 from dit.planner.trace import StepTrace, Trace, trace_step
 
 SCHEMA = 1
@@ -99,7 +100,10 @@ def traced(config: TrainConfig, device: Device, micro_batch: int) -> Trace:
 def memory_of(config: TrainConfig, device: Device, num_devices: int, step: StepTrace) -> MemoryPlan:
     """The memory of a traced step. The allocator's mode is that of this environment."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    return plan_memory(step, device, num_devices=num_devices, encodes=config.encodes_in_loop,
+    shards = None
+    if config.memory.parallel == "fsdp" and num_devices > 1:
+        shards = Shards.of(config.shape, config.memory.shard_size or num_devices, 2 if config.precision.amp else 4)
+    return plan_memory(step, device, num_devices=num_devices, encodes=config.encodes_in_loop, shards=shards,
                        expandable_segments="expandable_segments:True" in settings.replace(" ", ""))
 
 
@@ -193,7 +197,9 @@ def _memory_notes(config: TrainConfig, device: Device, num_devices: int, memory:
                         if memory.num_retries else "."))
     if config.precision.compile:
         notes.append("--compile is not modelled: memory and time are those of eager mode, an upper bound.")
-    if config.memory.grad_accum > 1 and num_devices > 1:
+    if config.memory.tensor_parallel > 1:
+        notes.append("--tensor-parallel is not modelled: memory is that of whole layers, an upper bound.")
+    if config.memory.grad_accum > 1 and num_devices > 1 and config.memory.parallel == "ddp":
         notes.append("With accumulation under DDP gradients exist twice: in the buckets and, until the last "
                      "micro-batch, beside them.")
     return notes

@@ -26,8 +26,8 @@ FLOAT32 = {
     "cuda": _FP32_BOTH | {
         "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
         "sinh", "tan", "__pow__", "__rpow__", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm",
-        "rms_norm", "renorm", "logsumexp", "cosine_similarity", "poisson_nll_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
-        "kl_div", "dist", "pdist", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "norm"},
+        "rms_norm", "renorm", "logsumexp", "cosine_similarity", "poisson_nll_loss", "l1_loss", "smooth_l1_loss",
+        "huber_loss", "kl_div", "dist", "pdist", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "norm"},
     "cpu": _FP32_BOTH | {"binary_cross_entropy", "grid_sampler", "polar", "quantile", "nanquantile", "stft", "trace",
                          "ctc_loss", "multi_margin_loss", "smooth_l1_loss", "huber_loss", "inverse", "pinverse"},
 }

@@ -13,6 +13,7 @@ import numpy as np
 
 from dit.planner.allocator import simulate
 from dit.planner.catalogue import GIB, MIB, Device
+from dit.planner.spread import Shards, inserted, with_buckets, with_shards
 from dit.planner.trace import CATEGORIES, PHASES, Events, StepTrace
 
 BLOCK_BYTES = 512  # the caching allocator's granularity (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
@@ -72,16 +73,19 @@ class MemoryPlan:
 
 
 def plan_memory(step: StepTrace, device: Device, *, num_devices: int = 1, encodes: bool = False,
-                under_ddp: bool | None = None, gradients_are_bucket_views: bool = True,
+                under_ddp: bool | None = None, gradients_are_bucket_views: bool = True, shards: Shards | None = None,
                 expandable_segments: bool = False) -> MemoryPlan:
     """The memory of a step on ``device``, one of ``num_devices``.
 
     ``encodes`` says that a VAE runs in the step. ``under_ddp``: by default with several devices; other projects wrap
     one device too. ``gradients_are_bucket_views`` is DDP's gradient_as_bucket_view, which this project sets.
+    ``shards`` says how FSDP spreads the model, instead of DDP.
     """
     events = step.events
     under_ddp = num_devices > 1 if under_ddp is None else under_ddp
-    if under_ddp:
+    if shards is not None:
+        events = with_shards(events, shards)
+    elif under_ddp:
         events = with_buckets(events, gradients_are_bucket_views)
     if device.generation == "cpu":
         return _on_cpu(events, device, num_devices)
@@ -172,57 +176,3 @@ def with_workspaces(events: Events, workspace_bytes: int) -> Events:
     rows = [(first, workspace_bytes, name) for first, name in zip(firsts, ("forward", "backward"), strict=True)
             if first is not None]
     return inserted(events, rows, "other") if workspace_bytes else events
-
-
-def with_buckets(events: Events, gradients_are_views: bool) -> Events:
-    """DDP's buckets: one copy of all gradients, from the wrapping on.
-
-    As views of them, gradients live in the buckets: the tensor that autograd makes is copied and given back at once.
-    Where several micro-batches are accumulated, gradients are separate tensors until the last one's backward
-    (torch/csrc/distributed/c10d/reducer.cpp).
-    """
-    gradients = events.category == CATEGORIES.index("gradients")
-    taken = gradients & (events.bytes > 0) & (events.step == 1)
-    total = int(events.bytes[taken].sum())
-    first_data = next(start for phase, start, _, _ in events.spans if PHASES[phase] == "data")
-    if gradients_are_views:
-        events = _freed_in_backward(events, gradients)
-        first_data = next(start for phase, start, _, _ in events.spans if PHASES[phase] == "data")
-    return inserted(events, [(first_data, total, "build")], "gradients")
-
-
-def _freed_in_backward(events: Events, gradients: np.ndarray) -> Events:
-    """Gradients of the last micro-step are given back right after they are made, those of earlier ones at its end."""
-    last = int(events.micro_step[events.step == 1].max())
-    ends = {step: stop for phase, _, stop, step in events.spans if PHASES[phase] == "backward"}
-    order = np.arange(len(events), dtype=np.float64)
-    position = {int(tensor): index for index, tensor in enumerate(events.tensor) if events.bytes[index] > 0}
-    for index in np.nonzero(gradients & (events.bytes < 0))[0]:
-        made = position[int(events.tensor[index])]
-        is_last = int(events.micro_step[made]) == last
-        order[index] = made + 1.5 if is_last else ends[int(events.step[made])] - 0.5
-    permutation = np.argsort(order, kind="stable")
-    columns = {name: column[permutation] for name, column in events.columns.items()}
-    sorted_order = order[permutation]
-    moved = np.nonzero(gradients & (events.bytes < 0))[0]
-    columns["phase"] = columns["phase"].copy()
-    columns["phase"][np.isin(permutation, moved)] = PHASES.index("backward")
-    spans = tuple((phase, int(np.searchsorted(sorted_order, start)), int(np.searchsorted(sorted_order, stop)), step)
-                  for phase, start, stop, step in events.spans)
-    return Events(columns, events.modules, spans)
-
-
-def inserted(events: Events, rows: list[tuple[int, int, str]], category: str) -> Events:
-    """The events with allocations that are never given back: (index to stand before, bytes, phase)."""
-    number = int(events.tensor.max()) + 1
-    where = np.array([index for index, _, _ in rows])
-    new = {"tensor": np.arange(number, number + len(rows)), "bytes": np.array([size for _, size, _ in rows]),
-           "phase": np.array([PHASES.index(phase) for _, _, phase in rows]), "category": CATEGORIES.index(category),
-           "module": 0, "step": np.array([0 if phase == "build" else 1 for _, _, phase in rows]), "micro_step": 0}
-    columns = {name: np.insert(column, where, new[name]) for name, column in events.columns.items()}
-
-    def moved(index: int, is_stop: bool) -> int:
-        return index + int((where < index if is_stop else where < index).sum())
-
-    spans = tuple((phase, moved(start, False), moved(stop, True), step) for phase, start, stop, step in events.spans)
-    return Events(columns, events.modules, spans)

@@ -13,8 +13,9 @@ from dit.planner import memory_of, traced
 from dit.planner.allocator import simulate
 from dit.planner.catalogue import GIB
 from dit.planner.hardware import cpu_device, custom_device, find_device
-from dit.planner.memory import plan_memory, rounded, summarize, with_buckets
-from dit.planner.trace import CATEGORIES, PHASES
+from dit.planner.memory import plan_memory, rounded, summarize
+from dit.planner.spread import Shards, with_buckets, with_shards
+from dit.planner.trace import CATEGORIES, PHASES, Events
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -147,7 +148,11 @@ def test_gradients_beside_their_buckets_take_as_much_again():
 @pytest.mark.parametrize("are_views", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_buckets_leave_a_valid_sequence(are_views, accumulation):
-    events = with_buckets(step_of(small(grad_accum=accumulation), 2).events, are_views)
+    is_valid(with_buckets(step_of(small(grad_accum=accumulation), 2).events, are_views))
+
+
+def is_valid(events: Events) -> None:
+    """Nothing is taken twice or given back twice, and what a phase's span takes is of that phase."""
     alive = set()
     for tensor, size in zip(events.tensor.tolist(), events.bytes.tolist()):
         if size > 0:
@@ -156,6 +161,40 @@ def test_buckets_leave_a_valid_sequence(are_views, accumulation):
         else:
             alive.remove(tensor)
     assert (np.cumsum(events.bytes) >= 0).all()
+    for phase, start, stop, _ in events.spans:
+        taken = events.bytes[start:stop] > 0
+        assert set(events.phase[start:stop][taken].tolist()) <= {phase, PHASES.index("build")}
+
+
+# ---- FSDP ----
+
+def test_shards_hold_a_share_of_what_stays():
+    config = small(parallel="fsdp")
+    whole = step_of(config, 2).events
+    shares = with_shards(whole, Shards.of(config.shape, 8, 4))
+    for name in ("parameters", "optimizer", "ema"):
+        held = [int(events.bytes[(events.category == CATEGORIES.index(name)) & (events.step == 0)].sum())
+                for events in (whole, shares)]
+        assert held[0] / 8 <= held[1] < held[0] / 8 + 8 * 200
+    across = replace(config, shard_size=2)
+    assert plan_of(across, num_devices=8).peak_allocated_bytes == plan_of(config, num_devices=2).peak_allocated_bytes
+
+
+def test_whole_gradients_live_through_an_accumulation():
+    plans = [plan_of(small(parallel="fsdp", grad_accum=steps), 1, num_devices=8) for steps in (1, 2)]
+    peaks = [plan.by_phase["backward"] for plan in plans]
+    trainable = plan_of(small()).by_category["parameters"]
+    assert peaks[1] - peaks[0] == pytest.approx(trainable, rel=0.1)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_shards_leave_a_valid_sequence(accumulation):
+    config = small(grad_accum=accumulation, amp=True, ckpt=True)
+    events = with_shards(step_of(config, 2).events, Shards.of(config.shape, 4, 2))
+    is_valid(events)
+    levels = np.cumsum(events.bytes)
+    ends = {step: stop for _, _, stop, step in events.spans}
+    assert levels[ends[2] - 1] == levels[ends[3] - 1]
 
 
 # ---- monotone ----
