@@ -19,8 +19,12 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> 
     if config.optimizer in ("adamw-8bit", "adamw-4bit"):
         return low_bit.build_low_bit(config, trainable)
     fused = config.optimizer == "adamw"
-    optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.999),
-                                  fused=fused and not trainable[0].is_meta, foreach=not fused or trainable[0].is_meta)
+    groups: dict[object, list[nn.Parameter]] = {}  # one, except under tensor parallelism: a kernel takes one mesh
+    for parameter in trainable:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups.values()], lr=config.lr, betas=(0.9, 0.999),
+                                  weight_decay=config.weight_decay, fused=fused and not trainable[0].is_meta,
+                                  foreach=not fused or trainable[0].is_meta)
     for group in optimizer.param_groups:
         group.update(fused=fused, foreach=not fused)  # the meta device is only refused by the constructor's check
     for parameter in trainable:

@@ -10,8 +10,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -30,56 +29,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dit.config import UsageError
-from dit.local_shards import is_sharded, local
+from dit.local_shards import Pieces, local, pieces
 
 MANIFEST, PLAIN = "manifest.json", "plain.pt"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """This process's parts of one tensor: boxes of a whole of ``size``, each with the offsets of its first element."""
-
-    size: torch.Size
-    boxes: dict[tuple[int, ...], Tensor]
-
-    def copy_from(self, whole: Tensor) -> None:
-        """Fill the parts from the whole tensor."""
-        for offsets, box in self.boxes.items():
-            region = tuple(slice(start, start + length) for start, length in zip(offsets, box.shape))
-            box.copy_(whole[region])
-
-
-def pieces(parameter: Tensor, part: Tensor, fused_groups: int = 0) -> Pieces:
-    """Where ``part`` (this process's part of a parameter, or of a moment or average like it) lies in the whole.
-
-    ``fused_groups`` is for the fused query, key and value under tensor parallelism: the parameter's rows are then in
-    the order (group, query key value, row) and go into the official order (query key value, group, row).
-    """
-    if not is_sharded(parameter):
-        return Pieces(parameter.shape, {(0,) * parameter.ndim: part})
-    boxes = {}
-    for chunk in parameter.__create_chunk_list__():
-        if not part.numel():
-            continue
-        for start, rows, here in _official_rows(chunk.offsets[0], part.shape[0], parameter.shape[0], fused_groups):
-            boxes[(start, *chunk.offsets[1:])] = part[here:here + rows]
-    return Pieces(parameter.shape, boxes)
-
-
-def _official_rows(first: int, count: int, total: int, fused_groups: int) -> Iterator[tuple[int, int, int]]:
-    """Rows ``first`` to ``first + count`` as runs: (official first row, number of rows, first row within the part)."""
-    if not fused_groups:
-        yield first, count, 0
-        return
-    rows = total // (3 * fused_groups)
-    row = first
-    while row < first + count:
-        run = row // rows
-        length = min((run + 1) * rows, first + count) - row
-        group, which = divmod(run, 3)
-        yield (which * fused_groups + group) * rows + row % rows, length, row - first
-        row += length
 
 
 def live_pieces(model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -87,12 +40,11 @@ def live_pieces(model: nn.Module, optimizer: torch.optim.Optimizer,
     """Pieces of everything a run keeps: ``model/NAME``, ``ema/NAME``, ``opt/NAME/exp_avg`` ... They share memory."""
     found = {}
     for name, parameter in model.named_parameters():
-        groups = getattr(model, "tensor_parallel", 0) if ".qkv." in name else 0
-        found[f"model/{name}"] = pieces(parameter, local(parameter), groups)
+        found[f"model/{name}"] = pieces(parameter, local(parameter))
         if name in averages:
-            found[f"ema/{name}"] = pieces(parameter, averages[name], groups)
+            found[f"ema/{name}"] = pieces(parameter, averages[name])
         for moment in MOMENTS if parameter.requires_grad else ():
-            found[f"opt/{name}/{moment}"] = pieces(parameter, local(optimizer.state[parameter][moment]), groups)
+            found[f"opt/{name}/{moment}"] = pieces(parameter, local(optimizer.state[parameter][moment]))
     return found
 
 

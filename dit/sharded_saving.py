@@ -100,7 +100,8 @@ class ShardedSaver(Saver):
                 "sizes": {name: entry.size for name, entry in entries.items()},
                 "plain": {"format": checkpoint.FORMAT, "step": step, "bad_steps": bad_steps,
                           "names": list(parts.model.state_dict()), "scaler": parts.precision.scaler.state_dict(),
-                          "opt_steps": opt_steps, "opt_groups": parts.optimizer.state_dict()["param_groups"],
+                          "opt_steps": opt_steps, "opt_groups": [{**parts.optimizer.state_dict()["param_groups"][0],
+                                          "params": list(range(len(opt_steps)))}],
                           "config": to_tree(self._config), "shape": checkpoint.shape_tree(self._config.shape)}}
 
     def _bytes(self, state: dict[str, object]) -> int:

@@ -1,5 +1,8 @@
 """Models that outgrow one device: FSDP2 over blocks (``--parallel fsdp``), within nodes (``--shard-size``).
 
+Tensor parallelism (``dit.tensor_parallel``) goes below it: the weights of a block that FSDP shares out are then those
+of one device's part of the block. Without fsdp, FSDP with one shard keeps the copies alike.
+
 What lives on a device, and when, for N devices that hold one model between them (P parameters, P_b of them in a block,
 R outside of the blocks: embedders, position table, final layer):
 
@@ -27,8 +30,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dit.config import TrainConfig, UsageError
+from dit.local_shards import is_sharded, local, pieces
 from dit.parallel import Ranks, wrap_ddp
 from dit.precision import Precision
+from dit.tensor_parallel import mark_fused, parallelize
 
 
 def shards_model(config: TrainConfig, ranks: Ranks) -> bool:
@@ -56,21 +61,30 @@ def shard(model: nn.Module, config: TrainConfig, ranks: Ranks, dtype: torch.dtyp
     same seed; it never exists at once: a device holds its part and one tensor. Returns ``model``, changed in place. A
     collective. Raises UsageError where devices do not divide.
     """
-    mesh = build_mesh(config, ranks)
+    mesh, together = build_mesh(config, ranks), config.memory.tensor_parallel
+    if together > 1:
+        parallelize(model, mesh["tensor"])
     _fully_shard(model, mesh, dtype)
     model.to_empty(device=ranks.device)
+    if together > 1:
+        mark_fused(model, together)
     with _PartsOfWholeFills():
         model.initialize_weights()
     return model
 
 
 def build_mesh(config: TrainConfig, ranks: Ranks) -> "dist.DeviceMesh":
-    """Processes by role: (copies, shards) of the model. Raises UsageError where --shard-size does not divide them."""
-    size = config.memory.shard_size or ranks.world_size
-    if ranks.world_size % size:
-        raise UsageError(f"--shard-size {size} does not divide the {ranks.world_size} devices")
-    shape = (ranks.world_size // size, size)
-    return dist.init_device_mesh(ranks.device.type, shape, mesh_dim_names=("copies", "shards"))
+    """Processes by role: copies of the model x shards of a copy x devices that compute a shard's blocks together.
+
+    Without fsdp every copy has one shard. Raises UsageError where --shard-size does not divide the devices.
+    """
+    together, data_ranks = config.memory.tensor_parallel, config.data_ranks(ranks.world_size)
+    size = (config.memory.shard_size or data_ranks) if config.memory.parallel == "fsdp" else 1
+    if data_ranks % size:
+        among = f" in groups of --tensor-parallel {together}" if together > 1 else ""
+        raise UsageError(f"--shard-size {size} does not divide the {data_ranks} devices{among}")
+    return dist.init_device_mesh(ranks.device.type, (data_ranks // size, size, together),
+                                 mesh_dim_names=("copies", "shards", "tensor"))
 
 
 def _fully_shard(model: nn.Module, mesh: "dist.DeviceMesh", dtype: torch.dtype | None) -> None:
@@ -93,15 +107,12 @@ class _PartsOfWholeFills(TorchFunctionMode):
     FILLS = frozenset({nn.init.uniform_, nn.init.normal_, Tensor.uniform_, Tensor.normal_, Tensor.copy_})
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
         kwargs = dict(kwargs or {})
         target, *rest = args or (kwargs.get("tensor"),)
-        if func not in self.FILLS or not isinstance(target, DTensor):
+        if func not in self.FILLS or target is None or not is_sharded(target):
             return func(*args, **kwargs)
         kwargs.pop("tensor", None)
         whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         func(whole, *rest, **kwargs)
-        part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(part.to_local())
+        pieces(target, local(target)).copy_from(whole)
         return target

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dit.codec import Codec, codec_spec
 from dit.config import TrainConfig, replace
-from dit.local_shards import is_sharded, local
+from dit.local_shards import is_sharded, local, pieces
 from dit.parallel import Ranks
 from dit.precision import resolve
 from dit.sharding import wrapping
@@ -76,10 +77,11 @@ def gather(part: Tensor, like: Tensor) -> Tensor:
     """The whole of a tensor that is shared out as the parameter ``like`` is."""
     if not is_sharded(like):
         return part.detach().clone()
-    from torch.distributed.tensor import DTensor
-
-    spread = DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
-    return spread.full_tensor().clone()
+    boxes, whole = [None] * dist.get_world_size(), torch.full(like.shape, float("nan"))
+    dist.all_gather_object(boxes, pieces(like, part).boxes)
+    for offsets, box in (item for of_rank in boxes for item in of_rank.items()):
+        whole[tuple(slice(start, start + length) for start, length in zip(offsets, box.shape))] = box
+    return whole
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

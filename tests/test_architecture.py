@@ -17,7 +17,7 @@ LAYERS = [
     {"config"},
     {"config_checks", "config_files", "terminal", "randomness", "local_shards", "low_bit", "cache_folder",
      "open_files"},
-    {"model", "diffusion", "codec", "ema", "host_ema", "optim", "precision"},
+    {"model", "diffusion", "codec", "ema", "host_ema", "optim", "precision", "tensor_parallel"},
     {"step", "images", "packed_images", "latents", "sampling", "sharded_checkpoint"},
     {"cli", "data", "parallel", "checkpoint", "metrics_memory", "extraction"},
     {"metrics", "run_folder", "pipeline", "pulse", "guards", "interruption", "sharding"},
