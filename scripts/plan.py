@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from dit.cli import parse_flags, run, settle, take_flag
 from dit.config import PRESETS, TrainConfig, UsageError, replace
+from dit.config_checks import validate
 from dit.config_files import load_toml
 from dit.planner import Plan, alternatives, measured_loader_rate, plan
 from dit.planner.catalogue import Device
@@ -133,9 +134,10 @@ def _check(flags: PlanFlags) -> None:
 
 def _settle(config: TrainConfig) -> TrainConfig:
     """The config, checked. Where the data lie need not be known: only their shape matters here."""
-    if config.data.data not in ("folder", "latents") or config.data.data_path:
+    if config.data.data in ("digits", "synthetic") or config.data.data_path:
         return settle(config)
-    return replace(settle(replace(config, data_path="PATH")), data_path=None)
+    check = validate if config.data.data == "latents" else settle  # latents that are there say which VAE made them
+    return replace(check(replace(config, data_path="PATH")), data_path=None)
 
 
 def choose_device(name: str | None, memory: str | None) -> Device:

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dit.config import IMAGE_DATA, TrainConfig, UsageError
+from dit.config import IMAGE_DATA, TrainConfig, UsageError, replace
 from dit.config_files import to_tree
 from dit.planner import calibration as calibrations
 from dit.planner import flops, step_time
-from dit.planner.catalogue import GIB, Device
+from dit.planner.catalogue import GIB, MIB, Device
 from dit.planner.hardware import attention_kernel
-from dit.planner.memory import MemoryPlan, plan_memory
+from dit.planner.memory import MemoryPlan, plan_memory, rounded, summarize
 from dit.planner.spread import Shards
 from dit.planner.trace import StepTrace, Trace, trace_step
 
@@ -184,17 +184,22 @@ def _run_bytes(config: TrainConfig, steps: int, checkpoint_bytes: int) -> int:
 
 def _memory_notes(config: TrainConfig, device: Device, num_devices: int, memory: MemoryPlan,
                   micro_batch: int) -> list[str]:
-    largest = ", ".join(f"{c.module or 'step'} {c.category} {c.bytes / GIB:.2f} GiB" for c in memory.contributors)
+    largest = ", ".join(f"{c.category.replace('_', ' ')}{f' of {c.module}' if c.module else ''} {_size(c.bytes)}"
+                        for c in memory.contributors)
     notes = [f"Largest at the peak ({memory.peak_phase}): {largest}."]
     missing = memory.device_used_bytes["high"] - device.memory_bytes
     if memory.verdict == "does_not_fit":
         short = memory.device_used_bytes["mid"] - device.memory_bytes
-        notes.append(f"Does not fit: {short / GIB:.2f} GiB more than {device.name} has"
+        notes.append(f"Does not fit: {_size(short)} more than {device.name} has"
                      + (f"; it would run out in phase {memory.oom_phase}." if memory.oom_phase else "."))
     elif memory.verdict == "tight":
-        notes.append(f"Tight: the high figure is {missing / GIB:.2f} GiB above the device's memory"
-                     + (f"; the allocator gives its cache back {memory.num_retries} times in three steps: slow."
-                        if memory.num_retries else "."))
+        notes.append(f"Tight: the allocator gives its cache back {memory.num_retries} times in three steps: slow."
+                     if memory.num_retries else
+                     f"Tight: the high figure is {_size(missing)} above the device's memory.")
+    extra = _amp_costs(config, device, memory, micro_batch)
+    if extra > 0:
+        notes.append(f"At {micro_batch} images AMP costs about {_size(extra)}: its copies of the weights take more "
+                     "than it saves in activations.")
     if config.precision.compile:
         notes.append("--compile is not modelled: memory and time are those of eager mode, an upper bound.")
     if config.memory.tensor_parallel > 1:
@@ -203,6 +208,28 @@ def _memory_notes(config: TrainConfig, device: Device, num_devices: int, memory:
         notes.append("With accumulation under DDP gradients exist twice: in the buckets and, until the last "
                      "micro-batch, beside them.")
     return notes
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.1f} MiB"
+
+
+def _amp_costs(config: TrainConfig, device: Device, memory: MemoryPlan, micro_batch: int) -> int:
+    """Bytes that AMP adds to the allocated peak, negative where it saves.
+
+    Blocks are alike, so models of two and three of them, which are traced in no time, tell it for every depth.
+    """
+    if not config.precision.amp or memory.by_category["cast_copies"] < memory.by_category["activations"] / 8:
+        return 0
+    peaks = {}
+    for depth in (2, 3):
+        for amp in (True, False):
+            few = replace(config, depth=depth, amp=amp, amp_dtype=config.precision.amp_dtype if amp else "auto",
+                          ckpt_blocks=None)
+            step = traced(few, device, micro_batch).at(micro_batch)
+            peaks[depth, amp] = summarize(step.events, rounded(step.events.bytes))["peak_allocated_bytes"]
+    two, three = (peaks[depth, True] - peaks[depth, False] for depth in (2, 3))
+    return two + (config.shape.depth - 2) * (three - two)
 
 
 def _loader_note(config: TrainConfig, device: Device, time: step_time.TimePlan, micro_batch: int, rate: float) -> str:
