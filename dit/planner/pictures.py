@@ -58,7 +58,7 @@ def _draw_step(axes, plan: Plan, device: Device) -> None:
         axes.axhline(device.memory_bytes / GIB, color="black", linestyle="--", linewidth=1)
     axes.set(xlim=(0, levels.shape[1]), ylim=(0, top), xlabel="allocations and frees of one step, on one device alone",
              ylabel="allocated, GiB")
-    axes.legend(loc="center left", fontsize=8)
+    axes.legend(loc="upper right", bbox_to_anchor=(1, 0.92), fontsize=8)
 
 
 def _draw_alternatives(axes, config: TrainConfig, device: Device, num_devices: int) -> None:
