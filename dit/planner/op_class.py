@@ -43,14 +43,11 @@ class Work:
 
 def works(ops: Sequence[Op]) -> list[Work]:
     """The work of each operation, in order. The order matters: a product's layout shows in the view made for it."""
-    result, before = [], None
-    for op in ops:
-        result.append(_work(op, before))
-        before = op
-    return result
+    return [work_of(op, before) for before, op in zip([None, *ops], ops, strict=False)]
 
 
-def _work(op: Op, before: Op | None) -> Work:
+def work_of(op: Op, before: Op | None) -> Work:
+    """The work of ``op``, which ran after ``before``."""
     name = op.name.split(".", 1)[-1]
     num_bytes = op.bytes_read + op.bytes_written
     cls = _class(op, name)

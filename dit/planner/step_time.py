@@ -10,13 +10,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dit.config import TrainConfig
 from dit.planner import communication, flops, priors
 from dit.planner.calibration import PRIORS, Calibration
 from dit.planner.catalogue import Device, Node
 from dit.planner.hardware import default_node
-from dit.planner.op_class import Work, works
-from dit.planner.trace import StepTrace
+from dit.planner.op_class import Work, work_of, works
+from dit.planner.trace import Op, StepTrace, Trace
+
+Counted = list[tuple[Op, Work, int]]
+"""Operations of a step, their work, and how often each one runs."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +83,42 @@ def predict_time(trace: StepTrace, config: TrainConfig, device: Device, num_devi
     ``data_seconds`` is what one loader process needs for one micro-batch; None takes the calibration's figure where the
     data needs no reading, else nothing. Raises ValueError for a CPU without calibration and a device without peaks.
     """
+    ops = [(op, work, 1) for op, work in zip(trace.ops, works(trace.ops), strict=True)]
+    return predict_counted(ops, trace.micro_batch, config, device, num_devices, calibration, data_seconds=data_seconds,
+                           node=node)
+
+
+def counted(trace: Trace, micro_batch: int) -> Counted:
+    """The operations of a step with the recorded micro-steps (one or two), each distinct one once."""
+    table, sequence = trace.op_table_at(micro_batch), trace.recording.op_sequence.astype(np.int64)
+    size = len(table) + 1
+    pairs, counts = np.unique(np.append(-1, sequence[:-1]) * size + sequence + size, return_counts=True)
+    result = []
+    for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+        before, index = divmod(pair, size)
+        result.append((table[index], work_of(table[index], table[before - 1] if before else None), count))
+    return result
+
+
+def accumulated(ops: Counted, accumulation: int) -> Counted:
+    """Operations of a step of ``accumulation`` micro-steps: the second one recorded stands for every later one."""
+    if accumulation <= 2:
+        return ops
+    return [(op, work, count * (accumulation - 1))
+            if op.micro_step == 1 and op.phase not in ("optimizer", "ema") else (op, work, count)
+            for op, work, count in ops]
+
+
+def predict_counted(ops: Counted, micro_batch: int, config: TrainConfig, device: Device, num_devices: int,
+                    calibration: Calibration | None = None, *, data_seconds: float | None = None,
+                    node: Node | None = None) -> TimePlan:
+    """As :func:`predict_time`, from counted operations at ``micro_batch``."""
     calibration = calibration or PRIORS
-    work = works(trace.ops)
-    if device.generation == "cpu":
-        tally = _cpu_tally(trace, work, calibration)
-    else:
-        tally = _gpu_tally(trace, work, config, device, calibration)
+    is_cpu = device.generation == "cpu"
+    tally = _cpu_tally(ops, calibration) if is_cpu else _gpu_tally(ops, config, device, calibration)
     phases = _phases(tally)
     compute = sum(phases.values())
-    loading, added = _data(config, trace.micro_batch, calibration, data_seconds, device, compute)
+    loading, added = _data(config, micro_batch, calibration, data_seconds, device, compute)
     exchange = communication.plan_ddp(
         config, device, num_devices, node or default_node(device), calibration=calibration,
         backward_seconds=phases.get("backward", 0.0) / config.memory.grad_accum)
@@ -97,7 +129,7 @@ def predict_time(trace: StepTrace, config: TrainConfig, device: Device, num_devi
     phases["save"] = saves
     mid = sum(phases.values())
     spread = math.exp(calibration.spread)
-    images = trace.micro_batch * config.memory.grad_accum * num_devices
+    images = micro_batch * config.memory.grad_accum * num_devices
     peak = device.peak_flops.get(compute_dtype(config, device))
     model_flops = flops.train_flops_per_image(config.shape) * images / num_devices
     bound_by = _bound_by(tally, compute, loading, exchange.exposed_seconds)
@@ -111,13 +143,13 @@ def predict_time(trace: StepTrace, config: TrainConfig, device: Device, num_devi
 
 # ---- the device's and the host's work ----
 
-def _cpu_tally(trace: StepTrace, work: list[Work], calibration: Calibration) -> _Tally:
+def _cpu_tally(ops: Counted, calibration: Calibration) -> _Tally:
     if calibration.kind != "measured":
         raise ValueError("this CPU has not been measured; run scripts/calibrate.py (under a minute)")
     tally = _Tally()
-    for op, each in zip(trace.ops, work, strict=True):
-        inside = calibration.seconds(each)
-        around = (calibration.per_op.get(op.phase, 0.0) + calibration.per_byte.get(op.phase, 0.0) * each.bytes)
+    for op, each, count in ops:
+        inside = calibration.seconds(each) * count
+        around = (calibration.per_op.get(op.phase, 0.0) + calibration.per_byte.get(op.phase, 0.0) * each.bytes) * count
         tally.device[op.phase] += inside + around
         tally.by_class[each.cls] += inside
         tally.by_class["overhead"] += around
@@ -128,20 +160,19 @@ def _cpu_tally(trace: StepTrace, work: list[Work], calibration: Calibration) -> 
     return tally
 
 
-def _gpu_tally(trace: StepTrace, work: list[Work], config: TrainConfig, device: Device,
-               calibration: Calibration) -> _Tally:
+def _gpu_tally(ops: Counted, config: TrainConfig, device: Device, calibration: Calibration) -> _Tally:
     rates = priors.rates(device, tf32=config.precision.tf32)
     tally = _Tally()
     memo: dict[tuple, tuple[float, bool]] = {}
-    for op, each in zip(trace.ops, work, strict=True):
-        key = (each.key, each.size, each.bytes, op.phase)
+    for op, each, count in ops:
+        key = (each.key, each.size, each.bytes)
         if key not in memo:
             memo[key] = priors.device_seconds(each, rates)
         seconds, is_compute = memo[key]
-        seconds *= calibration.factors.get(each.cls, 1.0)
+        seconds *= calibration.factors.get(each.cls, 1.0) * count
         tally.device[op.phase] += seconds
         tally.by_class[each.cls] += seconds
-        tally.host[op.phase] += priors.host_seconds(each, op.phase) * calibration.factors.get("dispatch", 1.0)
+        tally.host[op.phase] += priors.host_seconds(each, op.phase) * count * calibration.factors.get("dispatch", 1.0)
         if is_compute:
             tally.compute_bound += seconds
         else:
