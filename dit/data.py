@@ -238,6 +238,7 @@ def _start_worker(_worker: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The trainer needs its workers to finish the step
     # and save; it ends them itself, and a second SIGTERM, as multiprocessing's exit sends one, is obeyed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 

@@ -49,6 +49,10 @@ class Session:
     def is_running(self) -> bool:
         return self._process.is_alive()
 
+    def taken(self) -> float:
+        """Seconds since the session was started; importing torch and the project is not in them."""
+        return time.monotonic() - self.started
+
     def send(self, number: int) -> None:
         if self.is_running:
             os.kill(self.pid, number)

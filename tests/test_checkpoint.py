@@ -6,6 +6,7 @@ import stat
 
 import pytest
 import torch
+from faultlog import record
 from torch import nn
 
 from dit import checkpoint
@@ -52,6 +53,7 @@ def test_a_truncated_file_is_named_and_the_one_before_is_used(tmp_path, saved, k
     assert skipped[0].startswith(f"skipped {newest}: truncated or not a checkpoint file")
     with pytest.raises(UsageError, match="truncated or not a checkpoint file"):
         checkpoint.load(newest)
+    record("newest file truncated", f"to {100 * keep:.0f} % of its bytes", after="named, the file before it is used")
 
 
 def test_a_flipped_bit_is_found_or_changes_nothing(saved):
@@ -71,6 +73,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(saved):
         assert tensors.keys() == reference.keys()
         assert all(torch.equal(tensors[name], reference[name]) for name in reference)
     assert found > 180
+    record("newest file altered", "one bit, anywhere", times=200, after="refused, or it was padding: no other numbers")
 
 
 def test_every_bit_of_the_weights_is_under_the_checksum(saved):

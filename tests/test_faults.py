@@ -11,7 +11,8 @@ import injections
 import pytest
 import sessions
 import torch
-from test_resume import SMALL, STEPS
+from faultlog import goes_on, record
+from test_resume import SMALL
 
 from dit.checkpoint import steps_in
 
@@ -36,16 +37,29 @@ def test_a_signal_saves_and_leaves_with_its_exit_code(reference, tmp_path, numbe
                         code=128 + number)
     assert f"stopped by signal {int(number)} after step 5 of 12, saved; the same command with --run-dir" in text
     assert saved_steps(tmp_path / "run") == [3, 5]
-    sessions.run(tmp_path / "run", *SMALL)
-    assert sessions.difference(reference, tmp_path / "run", STEPS) == []
+    goes_on(reference, tmp_path / "run", *SMALL, fault="preemption or Ctrl-C", injected=number.name,
+            after=f"saved after the step, exit code {128 + number}; the same command went on")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_to_every_process_of_the_job_leaves_the_loader_workers_to_the_trainer(tmp_path, number):
+    """A terminal sends Ctrl-C to all of them, Slurm its signals."""
+    session = sessions.start(tmp_path / "run", *SMALL, "--num-workers", 2, "--max-steps", 10_000)
+    session.wait_for("saved")
+    with open(f"/proc/{session.pid}/task/{session.pid}/children") as file:
+        workers = [int(pid) for pid in file.read().split()]
+    for pid in (*workers, session.pid):
+        os.kill(pid, number)
+    assert len(workers) >= 2 and session.wait() == 128 + number, session.text
+    assert re.search(r"stopped by signal \d+ after step \d+ of 10000, saved", session.text)
 
 
 def test_a_second_ctrl_c_ends_at_once(reference, tmp_path):
     sessions.run(tmp_path / "run", *SMALL, inject=injections.signal_at_step,
                  values=(4, signal.SIGINT, signal.SIGINT), code=-signal.SIGINT)
     assert saved_steps(tmp_path / "run") == [3]
-    sessions.run(tmp_path / "run", *SMALL)
-    assert sessions.difference(reference, tmp_path / "run", STEPS) == []
+    goes_on(reference, tmp_path / "run", *SMALL, fault="Ctrl-C twice", injected="SIGINT, SIGINT",
+            after="ended at once; the same command went on from the newest file")
 
 
 def test_ranks_agree_on_the_step_to_leave_after(reference, tmp_path):
@@ -56,6 +70,7 @@ def test_ranks_agree_on_the_step_to_leave_after(reference, tmp_path):
     assert [rank.wait() for rank in ranks] == [128 + signal.SIGUSR1] * 2
     last = saved_steps(tmp_path / "run")[-1]
     assert f"after step {last} of 10000, saved" in ranks[0].text
+    record("preemption heard by one rank of two", "SIGUSR1", after="both saved and left after the same step")
 
 
 # ---- saves that cannot be written ----
@@ -77,8 +92,9 @@ def test_a_disk_that_becomes_full_stops_the_run_and_spares_the_file_before(refer
     assert ("File too large" if inject is injections.file_limit else "GiB free") in text
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert left == (["0000003.pt"] if inject is injections.file_limit else ["0000003.pt", "0000006.pt"])
-    sessions.run(tmp_path / "run", *SMALL)
-    assert sessions.difference(reference, tmp_path / "run", STEPS) == []
+    goes_on(reference, tmp_path / "run", *SMALL, fault="disk full",
+            injected="too few free bytes" if inject is injections.no_room else "writes refused in the middle of a file",
+            after="exit code 2, earlier files untouched; the same command went on")
 
 
 @pytest.fixture
@@ -109,8 +125,9 @@ def test_a_file_system_that_is_full_then_read_only_then_mended(reference, tmp_pa
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     assert f"--run-dir {folder}: cannot be written (Read-only file system)" in run(code=2)
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    run()
-    assert sessions.difference(reference, folder, STEPS) == []
+    goes_on(reference, folder, *SMALL, inject=injections.no_spare, logs=tmp_path, times=2,
+            fault="disk full, then read-only", injected="a tmpfs without room, then remounted",
+            after="exit code 2 with the reason; the same command went on")
 
 
 def test_a_failed_save_of_rank_0_takes_the_others_along(tmp_path):
@@ -119,6 +136,7 @@ def test_a_failed_save_of_rank_0_takes_the_others_along(tmp_path):
                               values=(2**20, 3), code=2)
     assert text.count("GiB free, a checkpoint file needs") == 1 and saved_steps(tmp_path / "run") == [3]
     assert time.monotonic() - start < 30
+    record("rank 0 cannot save", "no room", after="both ranks left with exit code 2 and one message")
 
 
 def test_training_goes_on_while_a_slow_disk_takes_a_file(tmp_path):
@@ -128,7 +146,8 @@ def test_training_goes_on_while_a_slow_disk_takes_a_file(tmp_path):
     first = re.search(r"0000005.pt .* GiB in (\d+)s; training paused (\d+) ms", text)
     assert int(first[1]) >= 1 and int(first[2]) < 400
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert max(record["step_seconds"] for record in records[5:]) < 0.4
+    assert max(each["step_seconds"] for each in records[5:]) < 0.4
+    record("slow disk", "1.5 s to flush a file", after=f"training paused {first[2]} ms")
 
 
 # ---- numbers that go wrong ----
@@ -144,7 +163,8 @@ def test_a_bad_step_is_skipped_and_poisons_nothing(tmp_path, kind):
         assert all(torch.equal(before[name][key], after[name][key]) for key in before[name])
     assert before["opt"]["state"][1]["step"] == after["opt"]["state"][1]["step"] == 5
     assert (before["bad_steps"], after["bad_steps"]) == (0, 1)
-    assert all(record["loss"] is not None for record in records[6:])
+    assert all(each["loss"] is not None for each in records[6:])
+    record("one step not finite", f"in the {kind}", after="skipped, logged; weights, moments, average untouched")
 
 
 @pytest.mark.parametrize(("kind", "place"), [
@@ -156,6 +176,7 @@ def test_many_bad_steps_end_with_a_diagnosis(tmp_path, kind, place):
     assert ("stopped: steps 5 to 7 (3 in a row, --max-bad-steps 3) had a loss or gradient that is not finite; they "
             f"were skipped; first not finite: {place}; the last good file is {newest}") in text
     assert dict(sessions.state(tmp_path / "run", 6))["bad_steps"] == 1, "the count goes on in the next session"
+    record("every step not finite", f"in the {kind}", after=f"exit code 3 after --max-bad-steps; named: {place}")
 
 
 def test_a_loss_scale_at_its_floor_stops(tmp_path):
@@ -165,6 +186,7 @@ def test_a_loss_scale_at_its_floor_stops(tmp_path):
     assert "stopped: step 16 overflowed with the loss scale at its floor of 1; first not finite: the loss" in text
     scales = [record["loss_scale"] for record in sessions.logged(tmp_path / "run")]
     assert scales == [2.0 ** (16 - step) for step in range(17)]
+    record("loss scale falls to its floor", "fp16, every loss NaN", after="exit code 3 with a diagnosis")
 
 
 def test_weights_that_are_not_finite_never_get_into_a_file(tmp_path):
@@ -172,6 +194,8 @@ def test_weights_that_are_not_finite_never_get_into_a_file(tmp_path):
     assert ("stopped: after step 6 model/blocks.0.mlp.fc1.weight is not finite; 0000006.pt was not written; the last "
             f"good file is {tmp_path / 'run' / 'checkpoints' / '0000003.pt'}") in text
     assert saved_steps(tmp_path / "run") == [3]
+    record("weights not finite", "an infinite weight before a save", after="no file written, exit code 3",
+           lost="steps since the last finite file")
 
 
 def test_ranks_agree_on_skipping_and_say_on_which_rank_it_began(tmp_path):
@@ -180,6 +204,7 @@ def test_ranks_agree_on_skipping_and_say_on_which_rank_it_began(tmp_path):
     assert [record["skipped"] for record in sessions.logged(tmp_path / "run")] == [0, 0, 0, 1, 0, 0, 1, 1]
     assert text.count("stopped: steps 6 to 7 (2 in a row") == 1
     assert "first not finite: the loss, of finite outputs on rank 1; the last good file is" in text
+    record("loss not finite on one rank of two", "4 steps", times=4, after="both skipped the same steps; rank named")
 
 
 # ---- memory that runs out ----
@@ -196,12 +221,16 @@ def test_memory_that_runs_out_halves_the_micro_batch_then_checkpoints(reference,
     text = sessions.run(folder, *SMALL, inject=injections.memory_for, values=(1,))
     assert "out of memory in an earlier session" in text and "is repeated" not in text
     assert close(sessions.logged(reference), sessions.logged(folder))
+    record("out of memory", "micro-batches above 1 do not fit", times=3, lost="nothing (losses within 1e-4)",
+           after="micro-batch 8 -> 4 -> 2 -> 1, the step repeated")
 
 
 def test_memory_that_is_still_too_small_is_met_with_checkpointing_and_then_given_up(reference, tmp_path):
     text = sessions.run(tmp_path / "run", *SMALL, inject=injections.memory_for, values=(0, 1))
     assert "micro-batch 1 -> 1, accumulation 8 -> 8, checkpointed blocks 0 -> 1" in text
     assert close(sessions.logged(reference), sessions.logged(tmp_path / "run"))
+    record("out of memory", "micro-batch 1 fits with checkpointing only", times=4,
+           lost="nothing (losses within 1e-4)", after="micro-batch 1, then checkpointing")
     text = sessions.run(tmp_path / "other", *SMALL, inject=injections.memory_for, values=(0, 0), code=5)
     assert "the micro-batch is 1 and every block is checkpointed" in text
 
@@ -212,6 +241,8 @@ def test_memory_that_runs_out_in_the_middle_leaves_no_trace_in_the_step(referenc
                         values=(11,))
     assert "out of memory in step 5 (forward)" in text and "micro-batch 4 -> 2, accumulation 2 -> 4" in text
     assert close(sessions.logged(reference), sessions.logged(tmp_path / "run"))
+    record("out of memory", "in the second micro-batch of a step", lost="nothing (losses within 1e-4)",
+           after="the step repeated from its first sample")
 
 
 def test_on_oom_stop_says_what_would_fit(tmp_path):
@@ -234,6 +265,8 @@ def test_ranks_leave_together_and_begin_again_with_less(reference, tmp_path):
     text = sessions.run_ranks(tmp_path / "run", 2, *SMALL, inject=injections.memory_for, values=(2, 0, "forward", 1))
     assert "micro-batch 4 -> 2, accumulation 1 -> 2" in text
     assert close(sessions.logged(reference), sessions.logged(tmp_path / "run"))
+    record("out of memory on one rank of two", "micro-batch 4 does not fit", lost="nothing (losses within 1e-4)",
+           after="exit code 5 on both; the next start took micro-batch 2")
 
 
 # ---- processes that are lost ----
@@ -251,11 +284,14 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(reference, tmp_path, how, said
     ranks[1].kill() if how == "stops" else ranks[1].wait()
     sessions.run_ranks(tmp_path / "run", 2, *SMALL)
     assert close(sessions.logged(reference), sessions.logged(tmp_path / "run"))
+    record("a rank of two is lost", f"it {how}", lost="nothing (losses within 1e-4)",
+           after="exit code 4, rank and step named; the same command went on")
 
 
 def test_a_rank_that_fails_takes_the_others_along_with_its_code(tmp_path):
     text = sessions.run_ranks(tmp_path / "run", 2, *SMALL, inject=injections.lose_rank, values=(1, 4, "fails"), code=1)
     assert text.count("OSError: [Errno 5] Input/output error") == 1
+    record("a rank of two fails", "an exception in its data", after="both left with exit code 1")
 
 
 def close(one, other):

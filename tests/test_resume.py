@@ -9,6 +9,7 @@ import injections
 import pytest
 import sessions
 import torch
+from faultlog import goes_on, record
 
 from dit.config_files import load_toml
 from dit.data import build_dataset
@@ -41,7 +42,7 @@ def test_killed_at_twenty_random_moments(reference, tmp_path):
     killed, run = 0, 0
     while killed < 20:
         run += 1
-        folder, kills = tmp_path / f"run{run}", choose.randint(2, 5)
+        folder, kills, before = tmp_path / f"run{run}", choose.randint(2, 5), killed
         for _ in range(kills):
             if killed < 10:
                 session = sessions.start(folder, *SMALL, inject=injections.kill_in_event,
@@ -55,16 +56,16 @@ def test_killed_at_twenty_random_moments(reference, tmp_path):
             if session.wait() == 0:
                 break
             killed += 1
-        sessions.run(folder, *SMALL)
-        assert sessions.difference(reference, folder, STEPS) == [], folder
+        goes_on(reference, folder, *SMALL, times=killed - before, fault="process killed at a random moment",
+                injected="SIGKILL, up to 5 times a run")
 
 
 @pytest.mark.parametrize("moment", ["half written", "before its name", "after its name", "old ones deleted"])
 def test_killed_inside_a_save_twice(reference, tmp_path, moment):
     for _ in range(2):
         sessions.run(tmp_path / "run", *SMALL, inject=injections.kill_in_save, values=(moment,), code=-signal.SIGKILL)
-    sessions.run(tmp_path / "run", *SMALL)
-    assert sessions.difference(reference, tmp_path / "run", STEPS) == []
+    goes_on(reference, tmp_path / "run", *SMALL, times=2, fault="process killed inside a save",
+            injected=f"SIGKILL, {moment}, twice")
     left = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert left == {"0000006.pt", "0000009.pt", "0000012.pt"}, "a half-written file stayed"
 
@@ -79,6 +80,8 @@ def test_every_state_is_taken_up(tmp_path, settings):
     text = sessions.run(tmp_path / "parts", *SMALL, *settings)
     assert "step 7 of 12, 5 to go" in text and "changed since the last session: --max-steps was 7, now 12" in text
     assert sessions.difference(tmp_path / "whole", tmp_path / "parts", STEPS) == []
+    record("stop and start", "every optimizer and scaler state", after="the same command went on",
+           lost="nothing (bitwise)")
 
 
 def test_lines_and_memory_of_a_resumed_run_are_those_of_a_whole_one(reference, tmp_path):
@@ -112,6 +115,8 @@ def test_a_killed_run_leaves_no_lock_not_even_in_its_loader_workers(tmp_path):
     session.kill()
     sessions.run(tmp_path / "run", *SMALL, "--num-workers", 2, "--max-steps", 10_000, inject=injections.signal_at_step,
                  values=(6, signal.SIGTERM), code=128 + signal.SIGTERM)
+    record("job killed while its loader workers live on", "SIGKILL, then the same command at once",
+           after="the folder was free")
 
 
 def test_ten_million_steps_in_are_reached_in_a_second():

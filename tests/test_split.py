@@ -3,6 +3,7 @@
 import pytest
 import sessions
 import torch
+from faultlog import record
 from forked import run_ranks
 from test_resume import SMALL
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,6 +50,13 @@ def test_the_losses_are_those_of_the_whole_batch(whole, tmp_path, layouts):
         assert [record[key] for record in other] == pytest.approx([record[key] for record in one], rel=1e-4)
     final, same = (dict(named_tensors(sessions.state(folder, 30)["ema"])) for folder in (tmp_path / "run", whole))
     assert all(torch.allclose(final[name], same[name], atol=2e-5) for name in same)
+    record("another split", ", then ".join(layouts), after="30 steps", lost="nothing (losses within 1e-4)")
+
+
+def test_checkpointing_with_two_ranks_and_accumulation_changes_nothing(whole, tmp_path):
+    sessions.run_ranks(tmp_path / "run", 2, *SMALL, "--log-every", 1000, "--grad-accum", 2, "--ckpt", "--max-steps", 10)
+    one, other = sessions.logged(whole)[:10], sessions.logged(tmp_path / "run")
+    assert [each["loss"] for each in other] == pytest.approx([each["loss"] for each in one], rel=1e-4)
 
 
 def parts_of(config, ranks):
