@@ -191,7 +191,8 @@ class DiT(nn.Module):
         """
         if self.num_classes == 0:
             y = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
-        x = self.x_embedder(x) + self.pos_embed  # (N, T, D), T = H*W/p^2
+        # The patch embedding leaves its output transposed, and every norm after it would copy it again.
+        x = (self.x_embedder(x) + self.pos_embed).contiguous()  # (N, T, D), where T = H * W / p^2
         c = self.t_embedder(t) + self.y_embedder(y, force_drop_ids)  # (N, D)
         num_checkpointed = self.checkpoint_blocks if self.training and torch.is_grad_enabled() else 0
         for index, block in enumerate(self.blocks):
