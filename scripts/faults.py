@@ -16,9 +16,9 @@ TESTS = ("test_resume", "test_faults", "test_checkpoint", "test_split", "test_to
 HEAD = """# Faults, injected
 
 Made by `python scripts/faults.py` from {tests}.
-Each row was asserted by its test before it was written; the runs are tiny ones on a CPU. *Time to go on* is what the same
-command took from its start to its first step, without importing torch (for a node: until the run was complete); where
-there is none, the run went on by itself or was meant to end.
+Each row was asserted by its test before it was written; the runs are tiny ones on a CPU. *Time to go on* is what the
+same command took from its start to its first step, without importing torch (for a node: until the run was complete);
+where there is none, the run went on by itself or was meant to end.
 
 | fault | injected | times | what happened | lost | time to go on |
 |---|---|---|---|---|---|
