@@ -104,7 +104,7 @@ class HostCopies:
 
 def _map_tensors(tree: object, copy: Callable[[str, Tensor], Tensor], path: str = "",
                  made: dict[tuple, Tensor] | None = None) -> object:
-    """``tree`` with every tensor replaced by ``copy(path, tensor)``; one that occurs twice is copied once (``made``)."""
+    """``tree`` with every tensor replaced by ``copy(path, tensor)``; one that occurs twice is copied once."""
     made = {} if made is None else made
     if isinstance(tree, Tensor):
         key = (tree.data_ptr(), tree.dtype, tuple(tree.shape))
