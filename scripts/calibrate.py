@@ -85,7 +85,7 @@ def calibrate_cpu(name: str, threads: int, quick: bool,
     """Measure and fit. ``threads`` is for the record; torch must have been told already."""
     from importlib.metadata import version
 
-    from dit.planner.micro_benchmarks import better, time_step
+    from dit.planner.micro_benchmarks import better, gloo_rates, time_step
 
     plans = QUICK_STEPS if quick else FULL_STEPS
     total, steps, singles = PASSES * (len(plans) + 2), {}, {}
@@ -101,7 +101,8 @@ def calibrate_cpu(name: str, threads: int, quick: bool,
             singles[work] = min(seconds, singles.get(work, seconds))
     source = (f"measured on {name}, {threads} threads, torch {version('torch')}, {time.strftime('%Y-%m-%d')}, "
               f"{'quick' if quick else 'full'}")
-    return calibration.fit(source, list(steps.values()), singles.items(), _data())
+    exchange = gloo_rates() if threads == 1 else {}  # what torchrun's processes do on one CPU
+    return calibration.fit(source, list(steps.values()), singles.items(), _data() | exchange)
 
 
 # width, depth, heads, tokens, batch, other settings: large enough for the host to run ahead of the device.

@@ -11,6 +11,7 @@ benchmarks/time_WHAT.md and .json. The models of the calibration are others than
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -205,7 +206,9 @@ def summary(rows: list[dict[str, object]]) -> str:
 
 
 def report(what: str, said: str, rows: list[dict[str, object]]) -> None:
-    """Write both files of a check."""
+    """Write both files of a check. How busy the machine was at the end is said."""
+    if what != "public":
+        said += f" Load average over the last 15 minutes: {os.getloadavg()[2]:.1f} on {os.cpu_count()} cores."
     folder = ROOT / "benchmarks"
     folder.mkdir(exist_ok=True)
     lines = [f"# Step time, planned and measured: {what}", "", f"    python scripts/check_time.py {what}", "", said, "",

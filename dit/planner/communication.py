@@ -22,6 +22,7 @@ LINK_EFFICIENCY = 0.75
 PCIE_EFFICIENCY = 0.35
 NETWORK_EFFICIENCY = 0.80  # of the adapters' rate
 # Gloo between two processes on one machine: loopback sockets, no overlap with arithmetic on the same cores.
+# Prior, where scripts/calibrate.py --threads 1 has not measured it.
 GLOO_BYTES_PER_SECOND, GLOO_LATENCY_SECONDS = 1.0e9, 1.5e-4
 
 

@@ -5,6 +5,7 @@ loop over one operation does not. Imports torch; only ``scripts/calibrate.py`` a
 """
 
 import math
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from dit.precision import resolve
 from dit.step import StepParts, build_parts, no_phase, train_step
 
 _GATHERS = {"aten.embedding", "aten.index", "aten.gather"}
+GLOO_BENCHMARK_BYTES = 25 << 20  # one bucket of DDP
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class Pool:
 
 
 def time_call(call: Callable[[], object], budget: float = 0.03, repeats: int = 5) -> float:
-    """Least seconds of one call, from ``repeats`` rounds that together take about ``budget`` seconds."""
+    """Least seconds of one call, from ``repeats`` rounds of at least one call, about ``budget`` seconds in all."""
     start = time.perf_counter()
     call()
     once = time.perf_counter() - start
@@ -242,9 +244,36 @@ def time_call(call: Callable[[], object], budget: float = 0.03, repeats: int = 5
         for _ in range(count):
             call()
         best = min(best, (time.perf_counter() - start) / count)
-        if once > budget:
-            break
     return best
+
+
+def gloo_rates() -> dict[str, float]:
+    """Bytes per second and seconds per hop of an all-reduce between two processes on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.get_context("spawn")
+        results = context.SimpleQueue()
+        store = f"file://{folder}/store"
+        ranks = [context.Process(target=_all_reduces, args=(rank, store, results)) for rank in range(2)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        assert not any(each.exitcode for each in ranks), "the gloo benchmark failed"
+        tiny, large = results.get()
+    return {"gloo_bytes_per_second": GLOO_BENCHMARK_BYTES / (large - tiny), "gloo_latency_seconds": tiny / 2}
+
+
+def _all_reduces(rank: int, store: str, results) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    seconds = []
+    for num_bytes in (4, GLOO_BENCHMARK_BYTES):
+        tensor = torch.ones(num_bytes // 4)
+        seconds.append(time_call(lambda x=tensor: torch.distributed.all_reduce(x), budget=1e-9, repeats=8))
+    if rank == 0:
+        results.put(seconds)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def gemm_call(layout: str, m: int, n: int, k: int, pool: Pool) -> Callable[[], None]:
