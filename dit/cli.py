@@ -60,17 +60,24 @@ def parse_flags(cls: type, args: Sequence[str], default: object | None = None, *
 
 def take_flag(args: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     """Split ``--name VALUE`` or ``--name=VALUE`` off ``args``: (the last value given or None, the other arguments)."""
-    value, rest, words = None, [], iter(args)
+    values, rest = take_flags(args, name)
+    return values[-1] if values else None, rest
+
+
+def take_flags(args: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """As ``take_flag``, for a flag that may be given several times: (all its values, the other arguments)."""
+    values, rest, words = [], [], iter(args)
     for word in words:
         if word == name:
             value = next(words, None)
             if value is None:
                 raise UsageError(f"{name} needs a value")
+            values.append(value)
         elif word.startswith(name + "="):
-            value = word.split("=", 1)[1]
+            values.append(word.split("=", 1)[1])
         else:
             rest.append(word)
-    return value, rest
+    return values, rest
 
 
 def _one_line(box: str) -> str:

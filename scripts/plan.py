@@ -8,6 +8,10 @@ plan.json.
     python scripts/plan.py --model DiT-L/4 --device RTX-4090 --compare "" "--amp" "--amp --ckpt"
 
 puts configurations side by side: each text after --compare is a line of flags over the ones before it.
+
+    python scripts/plan.py --recommend --goal cost --model DiT-XL/2 --device RTX-4090 --device H100 --max-hours 240
+
+searches what can be chosen on one or several candidate devices and says what to run, and why.
 """
 
 import dataclasses
@@ -16,12 +20,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
-from dit.cli import parse_flags, run, settle, take_flag
+from dit.cli import parse_flags, run, settle, take_flag, take_flags
 from dit.config import PRESETS, TrainConfig, UsageError, replace
 from dit.config_checks import validate
 from dit.config_files import load_toml
-from dit.planner import Plan, alternatives, measured_loader_rate, plan
+from dit.planner import IMAGENET_SAMPLES, Plan, alternatives, measured_loader_rate, plan
 from dit.planner.catalogue import Device
 from dit.planner.hardware import cpu_device, custom_device, find_device, parse_bytes
 from dit.planner.what_if import side_by_side, variants
@@ -34,7 +39,8 @@ class PlanFlags:
 
     train: TrainConfig = field(default_factory=TrainConfig)
     device: str | None = None
-    """A device of the catalogue, present or not: H100, A100-80GB, RTX 4090, cpu (this one). Default: what is here."""
+    """A device of the catalogue, present or not: H100, A100-80GB, RTX 4090, cpu (this one). Default: what is here. With
+    --recommend it may be given several times."""
     num_devices: int = 1
     """Devices that share the work."""
     device_memory: str | None = None
@@ -43,6 +49,16 @@ class PlanFlags:
     """Price of one device for an hour, in any currency."""
     num_samples: int | None = None
     """Images in the data set, for the length of the run."""
+    recommend: bool = False
+    """Search devices, their number, micro-batch, accumulation, --amp and --ckpt, and say what to run and why."""
+    goal: Literal["quality", "quick", "cost"] = "cost"
+    """With --recommend: the largest model within the limits, the fastest run, or the cheapest."""
+    max_hours: float | None = None
+    """With --recommend: the run may take so long."""
+    max_cost: float | None = None
+    """With --recommend: the run may cost so much."""
+    max_devices: int = 8
+    """With --recommend: so many devices may be used."""
     json: bool = False
     """Print plan.json and nothing else."""
     table: bool = False
@@ -57,9 +73,16 @@ class PlanFlags:
 def main(args: list[str]) -> int:
     before = args.index("--compare") if "--compare" in args else len(args)
     path, rest = take_flag(args[:before], "--config")
+    names, rest = take_flags(rest, "--device")
     flags = parse_flags(PlanFlags, rest, PlanFlags(train=load_toml(path)) if path else PlanFlags(), prog="plan.py")
     _check(flags)
-    device = choose_device(flags.device, flags.device_memory)
+    devices = [choose_device(name, flags.device_memory) for name in names or [None]]
+    if flags.recommend:
+        print_advice(flags, devices)
+        return 0
+    if len(devices) > 1:
+        raise UsageError(f"--device was given {len(devices)} times; several devices go with --recommend")
+    device = devices[0]
     if before < len(args):
         compare(flags, device, args[before + 1:])
         return 0
@@ -85,6 +108,36 @@ def main(args: list[str]) -> int:
         if not flags.json:
             print(flags.picture)
     return 0
+
+
+def print_advice(flags: PlanFlags, devices: list[Device]) -> None:
+    """Search and print the trade-offs that are left, the choice, its reasons and the line that starts it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dit.planner import calibration
+    from dit.planner.recommend import Wish, recommend, rows_for_people
+
+    config, price = _settle(flags.train), flags.price_per_device_hour
+    wish = Wish(goal=flags.goal, steps=config.total_steps(flags.num_samples or IMAGENET_SAMPLES),
+                max_hours=flags.max_hours, max_cost=flags.max_cost, max_devices=flags.max_devices,
+                prices={} if price is None else {device.name: price for device in devices})
+    with _status():
+        found = recommend(config, devices, wish, calibration_of=lambda device: calibration.find(device.name))
+    header, *rows = rows_for_people(found)
+    table = Table(title=f"{found.choice.config.model.model}, {wish.steps:,} steps: the trade-offs left of "
+                        f"{found.num_candidates:,} configurations")
+    for name in header:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row, style="bold" if row[0] else None)
+    console = Console(width=max(170, Console().width), highlight=False)
+    console.print(table)
+    for reason in found.reasons:
+        console.print(f"- {reason}", markup=False, soft_wrap=True)
+    if found.relax:
+        console.print(f"NOT within the limits: {found.relax}", markup=False, soft_wrap=True)
+    console.print(found.choice.torchrun, markup=False, soft_wrap=True)
 
 
 def compare(flags: PlanFlags, device: Device, texts: list[str]) -> None:

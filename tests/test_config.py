@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dit.cli import parse_flags, settle, take_flag, train_config
+from dit.cli import parse_flags, settle, take_flag, take_flags, train_config
 from dit.config import PRESETS, TrainConfig, UsageError, replace
 from dit.config_checks import validate
 from dit.config_files import from_tree, load_toml, to_tree
@@ -160,3 +160,7 @@ def test_steps_come_from_the_first_of_trial_max_steps_and_epochs():
 
 def test_settling_leaves_the_official_vaes_alone():
     assert settle(SYNTHETIC) == SYNTHETIC
+
+
+def test_a_flag_given_several_times_keeps_every_value():
+    assert take_flags(["--device", "a", "--x", "--device=b"], "--device") == (["a", "b"], ["--x"])
