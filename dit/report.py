@@ -84,7 +84,9 @@ def write_report(folder: Path, plan: dict, result: dict) -> Path:
     records = read_metrics(folder / "metrics.jsonl")[:result["steps"]]
     (folder / "report.md").write_text(_markdown(plan, result))
     path = folder / "report.html"
-    path.write_text(_html(plan, result, _figure(plan, result, records)))
+    memory = folder / "memory.png"
+    planned_memory = memory.read_bytes() if memory.exists() else None
+    path.write_text(_html(plan, result, _figure(plan, result, records), planned_memory))
     return path
 
 
@@ -170,23 +172,29 @@ td {{ text-align: right; font-variant-numeric: tabular-nums }} td:first-child, t
 <h1>{title}: <span class="{verdict}">{verdict_upper}</span></h1>
 <p>{sentence}</p>
 {table}
-<img alt="Loss, time per step and memory by phase" src="data:image/png;base64,{picture}">
+{picture}
 <h2>Memory by phase</h2>
 {phases}
+{memory}
 <h2>What this trial shows, and what not</h2>
 <ul>{scope}</ul>
 </body></html>
 """
 
 
-def _html(plan: dict, result: dict, picture: bytes) -> str:
+def _html(plan: dict, result: dict, picture: bytes, memory: bytes | None) -> str:
     title = html.escape(f"Trial of {_name(plan)}")
     return _PAGE.format(
         title=title, verdict=result["verdict"], verdict_upper=result["verdict"].upper(),
         sentence=html.escape(verdict_sentence(result)), table=_html_table(_COLUMNS, table_rows(result["rows"])),
-        picture=base64.b64encode(picture).decode(),
+        picture=_image("Loss, time per step and memory by phase", picture),
+        memory=_image("Planned memory over one step, by category", memory),
         phases=_html_table(("phase", "predicted", "measured"), _phase_rows(result)),
         scope="".join(f"<li>{html.escape(text)}</li>" for text in _scope(plan, result)))
+
+
+def _image(words: str, png: bytes | None) -> str:
+    return f'<img alt="{words}" src="data:image/png;base64,{base64.b64encode(png).decode()}">' if png else ""
 
 
 def _html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

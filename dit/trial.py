@@ -15,7 +15,7 @@ from dit import checkpoint, planner
 from dit.config import TrainConfig, UsageError, replace
 from dit.metrics import DeviceFacts, read_metrics
 from dit.parallel import Ranks
-from dit.planner import compare, flops, hardware
+from dit.planner import compare, flops, hardware, pictures
 from dit.precision import resolve
 from dit.relief import Forecast
 from dit.run_folder import RunFolder, device_name
@@ -37,8 +37,10 @@ def freeze_plan(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> FrozenP
     """Write the plan of this run once, or read the one it was started with."""
     if not folder.plan.exists():
         whole = replace(config, trial=False)
-        planned = planner.plan(whole, present_device(ranks), ranks.world_size,
+        device = present_device(ranks)
+        planned = planner.plan(whole, device, ranks.world_size,
                                loader_rate=planner.measured_loader_rate(whole))
+        pictures.draw_memory(planned, device, folder.path / "memory.png")
         folder.write_json("plan.json", planned.to_dict())
     text = folder.plan.read_bytes()
     try:

@@ -32,7 +32,7 @@ TF32, FP32 = {}, {"tf32": False}
 
 
 def matrix() -> dict[str, dict[str, object]]:
-    """Name -> settings. Models, patches, precisions, checkpointing, micro-batches, accumulation, kernels, optimizers."""
+    """Name -> settings: models, patches, precisions, checkpointing, batches, accumulation, kernels, optimizers."""
     def case(model: str, batch: int, *changes: dict[str, object]) -> dict[str, object]:
         settings = {**BASE, "model": f"DiT-{model}", "global_batch_size": batch}
         for change in changes:

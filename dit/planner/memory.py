@@ -64,6 +64,7 @@ class MemoryPlan:
     num_retries: int = 0
     oom_phase: str | None = None
     memory_bytes: int = field(default=0, repr=False)
+    events: Events | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, object]:
         """The part ``memory`` of plan.json."""
@@ -99,7 +100,7 @@ def _on_cpu(events: Events, device: Device, num_processes: int) -> MemoryPlan:
     used = {name: num_processes * int(peak["peak_allocated_bytes"] * margin + host)
             for name, margin, host in zip(_ENDS, HOST_MARGIN, HOST_BYTES, strict=True)}
     return MemoryPlan(verdict=_verdict(used, device.memory_bytes, False), peak_reserved_bytes=None,
-                      device_used_bytes=used, memory_bytes=device.memory_bytes, **peak)
+                      device_used_bytes=used, memory_bytes=device.memory_bytes, events=events, **peak)
 
 
 def _on_gpu(events: Events, device: Device, under_ddp: bool, encodes: bool, expandable_segments: bool) -> MemoryPlan:
@@ -122,7 +123,7 @@ def _on_gpu(events: Events, device: Device, under_ddp: bool, encodes: bool, expa
             for index, (name, margin, share) in enumerate(zip(_ENDS, ALLOCATED_MARGIN, FRAGMENTATION, strict=True))}
     return MemoryPlan(verdict=_verdict(used, device.memory_bytes, retries > 0 or oom_phase is not None),
                       peak_reserved_bytes=reserved, device_used_bytes=used, num_retries=retries, oom_phase=oom_phase,
-                      memory_bytes=device.memory_bytes, **peak)
+                      memory_bytes=device.memory_bytes, events=events, **peak)
 
 
 def _verdict(used: Mapping[str, int], memory_bytes: int, retries: bool) -> str:

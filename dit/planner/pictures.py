@@ -6,7 +6,7 @@ import numpy as np
 
 from dit.config import TrainConfig, UsageError
 from dit.planner import Plan, alternatives
-from dit.planner.catalogue import GIB, Device
+from dit.planner.catalogue import GIB, MIB, Device
 from dit.planner.memory import rounded
 from dit.planner.trace import CATEGORIES, PHASES, Events
 
@@ -36,28 +36,42 @@ def draw(plan: Plan, config: TrainConfig, device: Device, num_devices: int, path
     _draw_alternatives(bars, config, device, num_devices)
     figure.suptitle(f"{config.model.model}, {plan.step.micro_batch} images per micro-batch, "
                     f"{num_devices} x {device.name}")
+    _save(figure, path)
+
+
+def draw_memory(plan: Plan, device: Device, path: str | Path) -> None:
+    """Write the memory over the step alone, for a report. Raises UsageError where it cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    _draw_step(figure.subplots(), plan, device)
+    _save(figure, path)
+
+
+def _save(figure, path: str | Path) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:
-        raise UsageError(f"--picture {path}: {error.strerror or error}") from None
+        raise UsageError(f"{path}: the picture cannot be written ({error.strerror or error})") from None
 
 
 def _draw_step(axes, plan: Plan, device: Device) -> None:
-    levels, phases = levels_by_category(plan.step.events)
+    levels, phases = levels_by_category(plan.memory.events)
+    unit, name = (GIB, "GiB") if levels.sum(axis=0).max() >= GIB else (MIB, "MiB")
     shown = [index for index in range(len(CATEGORIES)) if levels[index].max() > 0.002 * levels.sum(axis=0).max()]
-    axes.stackplot(np.arange(levels.shape[1]), levels[shown] / GIB, step="post",
+    axes.stackplot(np.arange(levels.shape[1]), levels[shown] / unit, step="post",
                    labels=[CATEGORIES[index].replace("_", " ") for index in shown],
                    colors=[_COLOURS[CATEGORIES[index]] for index in shown])
-    top = 1.12 * levels.sum(axis=0).max() / GIB
-    for number, (name, first, last) in enumerate(phases):
+    top = 1.12 * levels.sum(axis=0).max() / unit
+    for number, (phase, first, last) in enumerate(phases):
         axes.axvspan(first, last, color="black", alpha=0.06 * (number % 2), linewidth=0)
         if last - first > 0.04 * levels.shape[1]:
-            axes.text((first + last) / 2, 0.97 * top, name, ha="center", va="top", fontsize=8)
-    if device.memory_bytes / GIB < top:
-        axes.axhline(device.memory_bytes / GIB, color="black", linestyle="--", linewidth=1)
-    axes.set(xlim=(0, levels.shape[1]), ylim=(0, top), xlabel="allocations and frees of one step, on one device alone",
-             ylabel="allocated, GiB")
+            axes.text((first + last) / 2, 0.97 * top, phase, ha="center", va="top", fontsize=8)
+    if device.memory_bytes / unit < top:
+        axes.axhline(device.memory_bytes / unit, color="black", linestyle="--", linewidth=1)
+    axes.set(xlim=(0, levels.shape[1]), ylim=(0, top), xlabel="allocations and frees of one step on a device, in order",
+             ylabel=f"allocated, {name}")
     axes.legend(loc="upper right", bbox_to_anchor=(1, 0.92), fontsize=8)
 
 

@@ -40,7 +40,8 @@ def test_what_was_not_measured_or_not_predicted_judges_nothing():
 
 def test_a_plan_without_time_judges_memory_alone():
     unknown = {"step_seconds": {"low": None, "mid": None, "high": None}, "images_per_second": None, "mfu": None}
-    rows = compare(PLAN | {"time": unknown}, {"step_seconds": 1.0, "images_per_second": 1.0, "peak_allocated_bytes": 1000})
+    measured = {"step_seconds": 1.0, "images_per_second": 1.0, "peak_allocated_bytes": 1000}
+    rows = compare(PLAN | {"time": unknown}, measured)
     assert {each.quantity for each in rows if each.within is not None} == {"peak_allocated_bytes"}
     assert verdict(rows) == "pass"
 
