@@ -14,8 +14,10 @@ from torch import Tensor
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of ``tensor``, without its autograd history. It shares its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor.detach()
+    with torch.no_grad():  # then this is the part itself, at no cost
+        return tensor.to_local()
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -11,39 +11,49 @@ import torch
 import torch.distributed.checkpoint  # noqa: F401 - before ranks fork
 import torch.distributed.fsdp  # noqa: F401
 from forked import run_ranks
-from runs import TINY
+from runs import ONE, TINY
 
-from dit import checkpoint
+from dit import checkpoint, preview, trainer
 from dit.config import UsageError, replace
 from dit.config_files import load_toml
 from dit.local_shards import local, total_norm
 from dit.metrics import DeviceFacts
 from dit.run_folder import open_run
 from dit.sharding import shards_model
-from dit.trainer import train
 
 ROOT = Path(__file__).parent.parent
 
 
-def both_ways(ranks, ddp, fsdp):
-    assert shards_model(fsdp, ranks) and not shards_model(ddp, ranks)
-    return runs.run(ranks, ddp), runs.run(ranks, fsdp)
+def both_ways(ranks, *pairs):
+    assert all(shards_model(fsdp, ranks) and not shards_model(ddp, ranks) for ddp, fsdp in pairs)
+    return [(runs.run(ranks, ddp), runs.run(ranks, fsdp)) for ddp, fsdp in pairs]
 
 
-@pytest.mark.parametrize("toggles", [
-    {}, {"amp": True, "amp_dtype": "bf16", "ckpt": True, "grad_accum": 2, "clip_grad": 0.0},
-    {"amp": True, "amp_dtype": "fp16", "ckpt": True, "ckpt_every_nth": 2, "optimizer": "adamw-foreach"},
-], ids=["fp32", "bf16-ckpt-accum", "fp16-foreach"])
-def test_fsdp_equals_ddp(tmp_path, toggles):
-    config = replace(TINY, **toggles)
-    for ddp, fsdp in run_ranks(2, both_ways, config, replace(config, parallel="fsdp"), folder=tmp_path):
+TOGGLES = {
+    "fp32": {}, "bf16-ckpt-accum": {"amp": True, "amp_dtype": "bf16", "ckpt": True, "grad_accum": 2, "clip_grad": 0.0},
+    "fp16-foreach": {"amp": True, "amp_dtype": "fp16", "ckpt": True, "ckpt_every_nth": 2, "optimizer": "adamw-foreach"}}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Two ranks, DDP and FSDP, for every entry of TOGGLES."""
+    configs = [replace(TINY, **toggles) for toggles in TOGGLES.values()]
+    return run_ranks(2, both_ways, *[(config, replace(config, parallel="fsdp")) for config in configs],
+                     folder=tmp_path_factory.mktemp("compared"))
+
+
+@pytest.mark.parametrize("which", TOGGLES)
+def test_fsdp_equals_ddp(compared, which):
+    for outcomes in compared:
+        ddp, fsdp = outcomes[list(TOGGLES).index(which)]
         assert all(step[2] == 0 for step in ddp.steps)
         runs.assert_alike(ddp, fsdp)
 
 
 def test_shards_within_groups_equal_ddp(tmp_path):
     config = replace(TINY, grad_accum=2, ckpt=True)
-    for ddp, fsdp in run_ranks(4, both_ways, config, replace(config, parallel="fsdp", shard_size=2), folder=tmp_path):
+    pair = config, replace(config, parallel="fsdp", shard_size=2)
+    for [(ddp, fsdp)] in run_ranks(4, both_ways, pair, folder=tmp_path):
         runs.assert_alike(ddp, fsdp)
 
 
@@ -59,7 +69,7 @@ def bytes_and_norms(ranks, config):
 
 
 def test_every_rank_holds_its_share(tmp_path):
-    whole, _ = run_ranks(1, bytes_and_norms, TINY, folder=tmp_path)[0]
+    whole, _ = bytes_and_norms(ONE, TINY)
     shares = run_ranks(2, bytes_and_norms, replace(TINY, parallel="fsdp"), folder=tmp_path)
     for name, size in whole.items():
         measured = [share[name] for share, _ in shares]
@@ -69,7 +79,11 @@ def test_every_rank_holds_its_share(tmp_path):
         assert torch.allclose(of_parts, of_wholes, rtol=1e-6)
 
 
-def one_bad_rank(ranks, config):
+def one_bad_rank(ranks, *configs):
+    return [one_bad_step(ranks, config) for config in configs]
+
+
+def one_bad_step(ranks, config):
     parts, calls = runs.build(ranks, config), []
 
     @contextmanager
@@ -89,17 +103,17 @@ def one_bad_rank(ranks, config):
     return result.steps, bad.steps, good.steps, before, after
 
 
-@pytest.mark.parametrize("toggles", [{}, {"amp": True, "amp_dtype": "fp16"}], ids=["fp32", "fp16"])
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path, toggles):
-    config = replace(TINY, parallel="fsdp", **toggles)
-    outcomes = run_ranks(2, one_bad_rank, config, folder=tmp_path)
-    for first, bad, good, before, after in outcomes:
-        assert [steps[0][2] for steps in (first, bad, good)] == [0, 1, 0]
-        for held, now in zip(before, after):
-            assert all(torch.equal(held[name], now[name]) for name in held)
-    assert outcomes[0][0] == outcomes[1][0] and outcomes[0][2] == outcomes[1][2]
-    if toggles:
-        assert outcomes[0][2][0][3] == outcomes[0][0][0][3] / 2  # the loss scale fell once, on both
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path):
+    config = replace(TINY, parallel="fsdp")
+    both = run_ranks(2, one_bad_rank, config, replace(config, amp=True, amp_dtype="fp16"), folder=tmp_path)
+    for outcomes in zip(*both):
+        for first, bad, good, before, after in outcomes:
+            assert [steps[0][2] for steps in (first, bad, good)] == [0, 1, 0]
+            for held, now in zip(before, after):
+                assert all(torch.equal(held[name], now[name]) for name in held)
+        assert outcomes[0][0] == outcomes[1][0] and outcomes[0][2] == outcomes[1][2]
+    for _, (first, _, good, *_) in both:
+        assert good[0][3] == first[0][3] / 2  # the loss scale fell once, on both
 
 
 def test_devices_that_do_not_divide_are_refused(tmp_path):
@@ -115,12 +129,20 @@ DIGITS = replace(load_toml(ROOT / "configs" / "tiny.toml"), ckpt_every=4, log_ev
 FSDP = replace(DIGITS, parallel="fsdp", sample_every=6)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def leave_out_what_takes_long():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "WATCHED_STEPS", 0)
+        patch.setattr(preview, "SAMPLING_STEPS", 2)
+        yield
+
+
 def train_each(ranks, *runs):
     """Train every (settings, folder, steps); returns what the main rank said."""
     lines = []
     for config, folder, steps in runs:
         config = replace(config, run_dir=str(folder), max_steps=steps)
-        train(config, open_run(config, ranks), ranks, DeviceFacts(), lines.append)
+        trainer.train(config, open_run(config, ranks), ranks, DeviceFacts(), lines.append)
         ranks.barrier()
     return lines
 
@@ -148,7 +170,7 @@ def test_another_number_of_devices_goes_on_from_a_folder_of_two(sharded_run, tmp
     same, four, one, alone, back = (tmp_path / name for name in ("same", "four", "one", "alone", "back"))
     for folder in (same, four, one):
         shutil.copytree(sharded_run.parent / "half", folder)
-    run_ranks(1, train_each, (DIGITS, alone, 8), (DIGITS, one, 8), folder=tmp_path)
+    train_each(ONE, (DIGITS, alone, 8), (DIGITS, one, 8))
     run_ranks(4, train_each, (replace(FSDP, shard_size=2), four, 8), folder=tmp_path)
     shutil.copytree(one, back)  # and the other way: a file of one process, taken up by two that share
     lines = run_ranks(2, train_each, (FSDP, same, 8), (FSDP, back, 8 + 2), folder=tmp_path)[0]
@@ -163,7 +185,7 @@ def test_another_number_of_devices_goes_on_from_a_folder_of_two(sharded_run, tmp
         for index, moments in expected["opt"]["state"].items():
             assert runs.distance(moments, found["opt"]["state"][index]) < 1e-5
         assert found["step"] == 8 and found["shape"] == expected["shape"]
-    run_ranks(1, train_each, (DIGITS, alone, 10), folder=tmp_path)
+    train_each(ONE, (DIGITS, alone, 10))
     assert losses(back) == pytest.approx(losses(alone), rel=1e-5) and newest(back).suffix == ".sharded"
     assert runs.distance(checkpoint.load(newest(alone))["model"], checkpoint.load(newest(back))["model"]) < 1e-5
 
