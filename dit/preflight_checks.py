@@ -271,8 +271,8 @@ def check_disk(config: TrainConfig, folder: RunFolder | None, plan: dict, writes
     if not plan:
         return Check("disk", "green", f"{size(free)} free (without a plan no comparison)")
     file_bytes = plan["disk"]["checkpoint_bytes"]
-    present = [checkpoint.path_of(folder.checkpoints, step).stat().st_size
-               for step in checkpoint.steps_in(folder.checkpoints)] if folder else []
+    present = [checkpoint.size_of(path) for step in checkpoint.steps_in(folder.checkpoints)
+               for path in checkpoint.present(folder.checkpoints, step)] if folder else []
     needed = max(file_bytes, plan["disk"]["run_bytes"] + file_bytes - sum(present))  # a new file before an old one goes
     found = f"{size(needed)} for checkpoint files of {size(file_bytes)}, {size(free)} free"
     advice = "free some, or keep fewer (--keep-last, --keep-every, --ckpt-every), or another --results-dir"

@@ -8,10 +8,11 @@ import torch
 from runs import ONE, TINY
 
 from dit import planner
-from dit.config import replace
+from dit.config import UsageError, replace
 from dit.ema import Ema
 from dit.host_ema import HostEma
 from dit.planner import hardware
+from dit.run_folder import check_resumable
 from dit.saving import state_of
 
 HOST = replace(TINY, ema="host")
@@ -93,6 +94,13 @@ def test_state_goes_from_device_to_host_and_back():
     assert state_of(HOST, host, 2)["ema"].keys() == parts.model.state_dict().keys()
     with pytest.raises(KeyError):
         host.ema.load_state_dict({})
+
+
+def test_a_run_may_move_its_average_but_not_drop_it(tmp_path):
+    check_resumable(HOST, TINY, tmp_path)
+    check_resumable(TINY, HOST, tmp_path)
+    with pytest.raises(UsageError, match="--ema was host, now off"):
+        check_resumable(replace(TINY, ema="off"), HOST, tmp_path)
 
 
 def test_the_device_holds_the_averages_bytes_less():
