@@ -156,7 +156,7 @@ def _next_name(results: Path, model_name: str) -> Path:
 def check_resumable(config: TrainConfig, saved: TrainConfig, run_dir: Path) -> None:
     """Raise UsageError, both values side by side, if a run would be continued as another run."""
     moves_average = config.optim.ema != saved.optim.ema and "off" not in (config.optim.ema, saved.optim.ema)
-    keep = [name for name in FIXED_AT_RESUME if name != "ema" or not moves_average]  # on the host it is the same average
+    keep = [name for name in FIXED_AT_RESUME if name != "ema" or not moves_average]  # on the host it is the same
     fixed, harmless = (_differences(config, saved, names) for names in (keep, HARMLESS_AT_RESUME))
     if fixed:
         raise UsageError(f"--run-dir {run_dir} holds another run: {'; '.join(fixed + harmless)}. "

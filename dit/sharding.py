@@ -41,6 +41,15 @@ def shards_model(config: TrainConfig, ranks: Ranks) -> bool:
     return ranks.world_size > 1 and (config.memory.parallel == "fsdp" or config.memory.tensor_parallel > 1)
 
 
+def spread_in_words(config: TrainConfig, ranks: Ranks) -> str:
+    """How the model is spread over devices, for people."""
+    if not shards_model(config, ranks):
+        return "a whole model on each device (ddp)" if ranks.world_size > 1 else "the model on one device"
+    together, data_ranks = config.memory.tensor_parallel, config.data_ranks(ranks.world_size)
+    shards = (config.memory.shard_size or data_ranks) if config.memory.parallel == "fsdp" else 1
+    return f"model copies {data_ranks // shards} x shards {shards} x tensor parallel {together}"
+
+
 def wrapping(config: TrainConfig, ranks: Ranks,
              precision: Precision) -> tuple[Callable[[nn.Module], nn.Module], torch.device | None]:
     """How this run's model becomes its network, and where it is built if not on the device: for ``build_parts``."""
@@ -82,7 +91,8 @@ def build_mesh(config: TrainConfig, ranks: Ranks) -> "dist.DeviceMesh":
     size = (config.memory.shard_size or data_ranks) if config.memory.parallel == "fsdp" else 1
     if data_ranks % size:
         among = f" in groups of --tensor-parallel {together}" if together > 1 else ""
-        raise UsageError(f"--shard-size {size} does not divide the {data_ranks} devices{among}")
+        mistake = f"--shard-size {size} does not divide the {data_ranks} devices{among}"
+        raise UsageError(mistake) if ranks.is_main else SystemExit(2)
     return dist.init_device_mesh(ranks.device.type, (data_ranks // size, size, together),
                                  mesh_dim_names=("copies", "shards", "tensor"))
 

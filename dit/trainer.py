@@ -28,7 +28,7 @@ from dit.relief import Forecast, Relief, adapted
 from dit.run_folder import RunFolder, changed_settings, device_name, environment
 from dit.saving import Saver
 from dit.sharded_saving import resume, saver_for
-from dit.sharding import shards_model, wrapping
+from dit.sharding import shards_model, spread_in_words, wrapping
 from dit.step import StepParts, StepResult, build_parts, no_phase, train_step
 
 WATCHED_STEPS = 3
@@ -211,6 +211,10 @@ def _introduce(asked: TrainConfig, config: TrainConfig, folder: RunFolder, ranks
         f"{config.checkpointed_blocks} of {config.shape.depth} blocks checkpointed, "
         f"compile {'on' if config.precision.compile else 'off'}, "
         f"loss scaling {'on' if parts.precision.scaler.is_enabled() else 'off'}")
-    say(f"micro-batch {micro} x accumulation {accumulation} x {ranks.world_size} devices = "
+    if ranks.world_size > 1 or config.optim.ema != "device" or config.optim.optimizer != "adamw":
+        say(f"{spread_in_words(config, ranks)}; optimizer {config.optim.optimizer}, average {config.optim.ema}")
+    data_ranks, together = config.data_ranks(ranks.world_size), config.memory.tensor_parallel
+    who = f"{data_ranks} devices" if together == 1 else f"{data_ranks} groups of {together} devices"
+    say(f"micro-batch {micro} x accumulation {accumulation} x {who} = "
         f"global batch {config.memory.global_batch_size}")
     say(f"step {step} of {total}, {max(0, total - step)} to go")
