@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ FULL_STEPS = (
     (320, 3, 5, 4, 6, {"optimizer": "adamw-foreach"}),
     (384, 1, 6, 16, 32, {"attention": "math"}),
     (96, 2, 3, 16, 24, {"amp": True, "amp_dtype": "bf16"}), (256, 1, 4, 64, 4, {"amp": True, "amp_dtype": "bf16"}))
-PASSES = 2
+PASSES = 3
 WIDTHS, ROWS = (64, 128, 256, 512, 1024), (4, 16, 64, 256, 1024, 4096)
 ATTENTION_TOKENS, HEAD_SIZES = (4, 16, 64, 256, 1024), (16, 32, 48, 64, 72)
 
@@ -85,24 +86,23 @@ def calibrate_cpu(name: str, threads: int, quick: bool,
     """Measure and fit. ``threads`` is for the record; torch must have been told already."""
     from importlib.metadata import version
 
-    from dit.planner.micro_benchmarks import better, gloo_rates, time_step
+    from dit.planner.micro_benchmarks import gloo_rates, merged, time_step
 
     plans = QUICK_STEPS if quick else FULL_STEPS
-    total, steps, singles = PASSES * (len(plans) + 2), {}, {}
+    total, steps, singles = PASSES * (len(plans) + 2), defaultdict(list), []
     for turn in range(PASSES):  # a busy minute spoils one pass, not one figure
         for index, (width, depth, heads, tokens, batch, changes) in enumerate(plans):
             extras = "".join(f" {value}" for value in changes.values() if isinstance(value, str))
             label = f"width {width} depth {depth} tokens {tokens} batch {batch}{extras}"
             progress(turn * (len(plans) + 2) + index, total, label)
-            step = time_step(label, _reference(width, depth, heads, tokens, batch, changes), repeats=3 if quick else 4)
-            steps[label] = better(steps[label], step) if label in steps else step
+            config = _reference(width, depth, heads, tokens, batch, changes)
+            steps[label].append(time_step(label, config, repeats=2))
         progress((turn + 1) * (len(plans) + 2) - 2, total, "matrix products, attention, convolutions")
-        for work, seconds in _gemms(quick) + _attention(quick) + _batched(quick) + _convolutions(quick):
-            singles[work] = min(seconds, singles.get(work, seconds))
+        singles += _gemms(quick) + _attention(quick) + _batched(quick) + _convolutions(quick)
     source = (f"measured on {name}, {threads} threads, torch {version('torch')}, {time.strftime('%Y-%m-%d')}, "
               f"{'quick' if quick else 'full'}")
     exchange = gloo_rates() if threads == 1 else {}  # what torchrun's processes do on one CPU
-    return calibration.fit(source, list(steps.values()), singles.items(), _data() | exchange)
+    return calibration.fit(source, [merged(passes) for passes in steps.values()], singles, _data() | exchange)
 
 
 # width, depth, heads, tokens, batch, other settings: large enough for the host to run ahead of the device.
@@ -182,7 +182,7 @@ def _gemms(quick: bool) -> list[tuple[Work, float]]:
                         m, n, k = (rows, out, into) if layout != "tn" else (out, into, rows)
                         if 2 * m * n * k > largest:
                             continue
-                        seconds = time_call(gemm_call(layout, m, n, k, pool), budget=0.004 if quick else 0.01)
+                        seconds = time_call(gemm_call(layout, m, n, k, pool), budget=0.004 if quick else 0.006)
                         size = (float(m), float(n), float(k))
                         found.append((Work(f"gemm {layout} {str(dtype)[6:]}", "gemm", size, 2 * m * n * k, 0), seconds))
     return found
@@ -205,7 +205,7 @@ def _attention(quick: bool) -> list[tuple[Work, float]]:
                 kinds = (("", "attention forward"), ("_backward", "attention backward"))
                 for call, (suffix, cls) in zip(calls, kinds, strict=True):
                     work = Work(f"{kernel}{suffix} {str(dtype)[6:]}", cls, size, attention_flops(size, bool(suffix)), 0)
-                    found.append((work, time_call(call, budget=0.008 if quick else 0.015)))
+                    found.append((work, time_call(call, budget=0.008 if quick else 0.012)))
     return found
 
 

@@ -32,8 +32,8 @@ Row = tuple[float, ...]  # the numbers of Work.size, then seconds
 
 @dataclass(frozen=True)
 class Step:
-    """A measured step, phase by phase: works and seconds of its operations, seconds of phases as a whole, and by how
-    much its median lay above its lower quartile.
+    """A measured step, phase by phase: works and seconds of its operations, seconds of phases as a whole, and by what
+    share whole steps differ from each other.
     """
 
     name: str

@@ -8,9 +8,10 @@ import math
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -31,9 +32,10 @@ GLOO_BENCHMARK_BYTES = 25 << 20  # one bucket of DDP
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A real step: its operations' work and least seconds, and each phase's lower quartile without the timer.
+    """A real step: its operations' work and median seconds, and each phase's median without the timer.
 
-    ``noise`` is the median over the lower quartile of whole steps, less one: how busy the machine was besides.
+    Medians, not minima: a run is held against its median step, and on a shared machine that is a tenth or more above
+    the best one. ``noise`` is the upper quartile of whole steps over their median, less one.
     """
 
     name: str
@@ -118,17 +120,21 @@ def time_step(name: str, config: TrainConfig, repeats: int) -> TimedStep:
         plain.append(_phases(step))
     totals = sorted(sum(run.values()) for run in plain)
     return TimedStep(name, tuple(op.phase or "data" for op in describing.ops), tuple(works(describing.ops)),
-                     tuple(map(min, zip(*runs, strict=True))),
-                     {phase: sorted(run[phase] for run in plain)[repeats // 4] for phase in plain[0]},
-                     totals[repeats // 2] / totals[repeats // 4] - 1)
+                     tuple(map(median, zip(*runs, strict=True))),
+                     {phase: median(run[phase] for run in plain) for phase in plain[0]},
+                     totals[3 * repeats // 4] / median(totals) - 1)
 
 
-def better(one: TimedStep, other: TimedStep) -> TimedStep:
-    """The same step measured twice: the lesser of each figure."""
-    assert one.works == other.works
-    return TimedStep(one.name, one.phases, one.works, tuple(map(min, one.seconds, other.seconds)),
-                     {phase: min(seconds, other.phase_seconds[phase]) for phase, seconds in one.phase_seconds.items()},
-                     min(one.noise, other.noise))
+def merged(passes: Sequence[TimedStep]) -> TimedStep:
+    """The same step measured several times, apart from each other: the median of each figure, so that of three passes
+    one may meet a busy machine. ``noise`` is then half of the passes' range, in logarithms: how the machine drifts.
+    """
+    first, totals = passes[0], [sum(each.phase_seconds.values()) for each in passes]
+    assert all(each.works == first.works for each in passes)
+    return TimedStep(first.name, first.phases, first.works,
+                     tuple(map(median, zip(*(each.seconds for each in passes), strict=True))),
+                     {phase: median(each.phase_seconds[phase] for each in passes) for phase in first.phase_seconds},
+                     math.sqrt(max(totals) / min(totals)) - 1)
 
 
 def stepper(config: TrainConfig, device: str = "cpu") -> Callable[..., object]:
@@ -174,7 +180,7 @@ def _phases(step: Callable) -> dict[str, float]:
 
 
 def time_gpu_step(config: TrainConfig, repeats: int = 5) -> tuple[tuple[Op, ...], list[float], float, float]:
-    """(operations, least device seconds of each, host seconds, seconds) of ``config``'s step on the present GPU."""
+    """(operations, median device seconds of each, host seconds, seconds) of ``config``'s step on the present GPU."""
     step = stepper(config, "cuda")
     step()
     describing = OpTimer(describes=True)
@@ -190,7 +196,7 @@ def time_gpu_step(config: TrainConfig, repeats: int = 5) -> tuple[tuple[Op, ...]
         hosts.append(time.perf_counter() - start)
         torch.cuda.synchronize()
         walls.append(time.perf_counter() - start)
-    return tuple(describing.ops), list(map(min, zip(*runs, strict=True))), min(hosts), min(walls)
+    return tuple(describing.ops), list(map(median, zip(*runs, strict=True))), median(hosts), median(walls)
 
 
 def reference_config(base: TrainConfig, *, width: int, depth: int, heads: int, tokens: int, batch: int,
@@ -233,18 +239,17 @@ class Pool:
 
 
 def time_call(call: Callable[[], object], budget: float = 0.03, repeats: int = 5) -> float:
-    """Least seconds of one call, from ``repeats`` rounds of at least one call, about ``budget`` seconds in all."""
+    """Seconds of one call: the median of ``repeats`` rounds of at least one call, about ``budget`` seconds in all."""
     start = time.perf_counter()
     call()
-    once = time.perf_counter() - start
-    count = max(1, min(100, int(budget / repeats / max(once, 1e-7))))
-    best = once
+    count = max(1, min(100, int(budget / repeats / max(time.perf_counter() - start, 1e-7))))
+    rounds = []
     for _ in range(repeats):
         start = time.perf_counter()
         for _ in range(count):
             call()
-        best = min(best, (time.perf_counter() - start) / count)
-    return best
+        rounds.append((time.perf_counter() - start) / count)
+    return median(rounds)
 
 
 def gloo_rates() -> dict[str, float]:
