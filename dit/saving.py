@@ -26,6 +26,8 @@ from dit.terminal import duration
 
 _SPARE_BYTES = 16 * 2**20
 """Room a save leaves for the logs."""
+_SECONDS_PER_LOOK = 0.02
+"""How often the end of a run looks whether its last file is complete."""
 
 
 def state_of(config: TrainConfig, parts: StepParts, step: int, bad_steps: int = 0) -> dict[str, object]:
@@ -185,10 +187,26 @@ class Saver:
         if line:
             self._say(line)
 
+    def last(self, tell: Callable[[], None]) -> None:
+        """Wait, as ``wait`` does, for the last file of all ranks, calling ``tell`` meanwhile. A collective.
+
+        A rank whose own part is done waits for the others here, so that it hears of what goes wrong with theirs.
+        """
+        while self._is_awaited():
+            tell()
+            time.sleep(_SECONDS_PER_LOOK)
+        self.wait()
+
     def finish(self) -> None:
         """Let the file under way become complete, whatever comes of it; for a process that is about to end."""
         if self._thread is not None:
             self._thread.join()
+
+    def _is_awaited(self) -> bool:
+        """Whether a file is being written on some rank and has failed on none. A collective."""
+        is_writing = self._thread is not None and self._thread.is_alive()
+        writing, failed = zip(*self._ranks.gather((is_writing, self._error is not None)))
+        return any(writing) and not any(failed)
 
     def _state(self, step: int, bad_steps: int) -> dict[str, object]:
         return state_of(self._config, self._parts, step, bad_steps)
@@ -198,7 +216,10 @@ class Saver:
 
     def _check_room(self, state: dict[str, object]) -> None:
         needed = self._bytes(state) + _SPARE_BYTES
-        free = shutil.disk_usage(self._folder.checkpoints).free
+        try:
+            free = shutil.disk_usage(self._folder.checkpoints).free
+        except OSError as error:
+            raise UsageError(f"{self._folder.checkpoints}: {error.strerror}; the file was not written") from None
         if free < needed:
             raise UsageError(f"{self._folder.checkpoints}: {free / 2**30:.3g} GiB free, a checkpoint file needs "
                              f"{needed / 2**30:.3g}; make room (--keep-last keeps {self._config.run.keep_last}) or "

@@ -126,9 +126,10 @@ class ShardedSaver(Saver):
             if self._ranks.is_main:
                 checkpoint.prune(folder.checkpoints, step, run.keep_last, run.keep_every)
                 self._line = saved_line(path, time.perf_counter() - start, pause)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the loop must hear of it; the main rank says it
-            code = getattr(error, "exit_code", 2 if isinstance(error, UsageError) else 1)
-            self._error = error if self._ranks.is_main else SystemExit(code)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the loop must hear of it
+            is_everywhere = isinstance(error, UsageError | Diverged)  # so that the main rank says it for all
+            code = getattr(error, "exit_code", 2)
+            self._error = SystemExit(code) if is_everywhere and not self._ranks.is_main else error
 
     def _agree_that_finite(self, state: dict[str, object], path: Path) -> None:
         """Raise Diverged on every rank if one of them holds a number that is not finite."""

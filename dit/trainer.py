@@ -155,9 +155,9 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
             signal_number = vote(interruption.signal_number or 0) or None
             leaving = signal_number is not None or step >= total
         vote.close()
+        saver.last(partial(pulse.mark, step, "save"))  # a failure here takes the other ranks along
         ranks.barrier()  # nobody is watched for a sign of life any more when the first one goes
     feed.close()
-    saver.wait()
     for sink in sinks:
         sink.close()
     newest = next(iter(checkpoint.present(folder.checkpoints, step)), checkpoint.path_of(folder.checkpoints, step))

@@ -77,9 +77,11 @@ def half_write_then(tick) -> None:
     torch.save = half
 
 
-def slow_disk(seconds: float) -> None:
-    """Flushing a file takes so long."""
-    fsync = os.fsync
+def slow_disk(seconds: float, seconds_per_beat: float = 1.0) -> None:
+    """Flushing a file takes so long; ranks tell each other that they live every ``seconds_per_beat``."""
+    import dit.pulse
+
+    dit.pulse.SECONDS_PER_BEAT, fsync = seconds_per_beat, os.fsync
 
     def slow(descriptor: int) -> None:
         time.sleep(seconds)
@@ -132,6 +134,23 @@ def file_limit(size: int) -> None:
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def checkpoints_vanish(save: int) -> None:
+    """The folder of the checkpoint files is gone before the ``save``-th file (from 1) is begun."""
+    import shutil
+
+    from dit.saving import Saver
+
+    begin, saves = Saver.save, [0]
+
+    def without_folder(self, step: int, bad_steps: int) -> None:
+        saves[0] += 1
+        if saves[0] == save and self._ranks.is_main:
+            shutil.rmtree(self._folder.checkpoints)
+        begin(self, step, bad_steps)
+
+    Saver.save = without_folder
 
 
 def bad_numbers(kind: str, steps: tuple[int, ...], rank: int = 0) -> None:

@@ -139,6 +139,28 @@ def test_a_failed_save_of_rank_0_takes_the_others_along(tmp_path):
     record("rank 0 cannot save", "no room", after="both ranks left with exit code 2 and one message")
 
 
+@pytest.mark.parametrize(("fault", "said"), [
+    ((injections.file_limit, (100_000,)), r"could not write .*0000003\.pt: File too large; earlier files are"),
+    ((injections.checkpoints_vanish, (1,)), r"run/checkpoints: No such file or directory; the file was not written"),
+], ids=["disk full", "folder gone"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_failed_last_save_ends_every_rank_with_its_code(tmp_path, fault, said, parallel):
+    """Nothing comes after it that would take the others along: they wait for the last file."""
+    inject, values = fault
+    text = sessions.run_ranks(tmp_path / "run", 2, *SMALL, "--max-steps", 3, "--parallel", parallel, inject=inject,
+                              values=values, code=2)
+    assert "Traceback" not in text and text.count("train.py: error:") == 1, text
+    assert re.search(said.replace(r"\.pt", r"\.(pt|sharded)"), text), text
+    record("the last save of two ranks fails", "disk full" if inject is injections.file_limit else "its folder is gone",
+           after="both ranks left with exit code 2 and one message")
+
+
+def test_the_last_file_may_take_longer_than_a_rank_may_be_silent(tmp_path):
+    text = sessions.run_ranks(tmp_path / "run", 2, *SMALL, "--max-steps", 3, "--rank-timeout", 2,
+                              inject=injections.slow_disk, values=(1.5, 0.2))
+    assert "saved" in text and saved_steps(tmp_path / "run") == [3]
+
+
 def test_training_goes_on_while_a_slow_disk_takes_a_file(tmp_path):
     """Flushing takes three times half a second, of which the loop sees nothing."""
     text = sessions.run(tmp_path / "run", *SMALL, "--ckpt-every", 5, "--log-every", 1000,
