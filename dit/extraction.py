@@ -86,7 +86,7 @@ def prepare(extraction: Extraction) -> list[int]:
     try:
         output.mkdir(parents=True, exist_ok=True)
         if (output / SETTINGS).is_file():
-            _check_same(output, json.loads((output / SETTINGS).read_text(encoding="utf-8")), settings)
+            _check_same(output, _begun_with(output), settings)
         elif any(output.glob("shard-*")):
             raise UsageError(f"--output {output}: holds shards but no {SETTINGS}; give a new or empty folder")
         else:
@@ -108,9 +108,8 @@ def extract(extraction: Extraction, shards: list[int], *, num_workers: int = 0,
     loader = DataLoader(_Images(extraction), batch_sampler=_Batches(batches), collate_fn=_as_is,
                         num_workers=num_workers, worker_init_fn=_one_thread)
     incoming = iter(loader)
-    # On a CPU the last bit depends on how many threads share an operation, and torchrun gives each process one. So
-    # every
-    # batch is encoded by one thread, and the threads take different batches.
+    # On a CPU the last bit depends on how many threads share an operation, and torchrun gives each process one.
+    # So every batch is encoded by one thread, and the threads take different batches.
     on_cpu = next(extraction.codec.vae.parameters()).device.type == "cpu"
     threads = torch.get_num_threads() if on_cpu else 1
     with ThreadPoolExecutor(threads, initializer=_one_thread, initargs=(0,)) as pool:
@@ -261,9 +260,18 @@ def _is_done(output: Path, shard: int) -> bool:
         return False
 
 
+def _begun_with(output: Path) -> dict[str, Any]:
+    try:
+        before = json.loads((output / SETTINGS).read_text(encoding="utf-8"))
+        return before | {"vae": dict(before["vae"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--output {output}: {SETTINGS} cannot be read ({error}); "
+                         "give a new or empty folder") from None
+
+
 def _check_same(output: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for kind in (before, now):
-        kind["vae"] = {name: kind["vae"][name] for name in ("sha256", "dtype")}  # the same VAE may lie elsewhere now
+    for kind in (before, now):  # the same VAE may lie elsewhere now
+        kind["vae"] = {name: kind["vae"].get(name) for name in ("sha256", "dtype")}
     for name, value in now.items():
         if before.get(name) != value:
             shown = "" if name in ("vae", "listing_sha256") else f" ({before.get(name)} before, {value} now)"

@@ -146,8 +146,11 @@ class ImageIndex:
     image = name = path  # what `decode` takes, and what messages say
 
     def _class_groups(self, classes_file) -> list[tuple[str, int]]:
-        with os.scandir(self.root) as entries:
-            folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        try:
+            with os.scandir(self.root) as entries:
+                folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        except OSError as error:
+            raise UsageError(f"--data-path {self.root}: cannot be read ({error.strerror})") from None
         if not folders:
             advice = "" if list_images(self.root) else "it is empty; "
             raise UsageError(f"--data-path {self.root}: no class folders in it; {advice}make one folder of images per "
@@ -165,10 +168,13 @@ class ImageIndex:
 
 def list_images(folder: str) -> list[str]:
     """Sorted paths, relative to `folder`, of all images below it; hidden files and folders are left out, links are
-    followed.
+    followed. Raises UsageError for a folder that cannot be read, whose images would silently be missing.
     """
+    def refuse(error: OSError) -> None:
+        raise UsageError(f"--data-path {error.filename}: cannot be read ({error.strerror})")
+
     found = []
-    for directory, subfolders, files in os.walk(folder, followlinks=True):
+    for directory, subfolders, files in os.walk(folder, onerror=refuse, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         prefix = os.path.relpath(directory, folder)
         for name in files:

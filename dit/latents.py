@@ -29,7 +29,7 @@ FORMAT = "dit-latents-1"
 MANIFEST = "manifest.json"
 VERIFY_BYTES = 1 << 30  # checksummed at every start: about a second
 STD_RANGE = (0.75, 1.33)  # of the latents; the diffusion's noise schedule presumes 1
-_PLAIN, _MIRRORED = 0, 1
+_NEEDED = ("vae", "image_size", "latent_shape", "shards", "latent_std_overall")
 
 
 def read_manifest(root: str | Path) -> dict[str, Any]:
@@ -49,6 +49,10 @@ def read_manifest(root: str | Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise UsageError(f"--data-path {root}: {MANIFEST} is of format {found!r}; {FORMAT!r} is read")
+    missing = [name for name in _NEEDED if not manifest.get(name)]
+    if missing:
+        raise UsageError(f"--data-path {root}: {MANIFEST} has no {missing[0]}; delete it and run "
+                         "scripts/extract_latents.py again")
     return manifest
 
 
@@ -89,7 +93,7 @@ class LatentData:
         self.root = Path(root)
         manifest = self.manifest = read_manifest(root)
         self.spec = spec_from_config(manifest["vae"]["name"], manifest["vae"]["config"])
-        self.class_names: list[str] = manifest["class_names"]
+        self.class_names: list[str] = manifest.get("class_names", [])
         self.num_classes = len(self.class_names)
         self._check_request(image_hw, vae, num_classes)
         self.sample_shape = tuple(manifest["latent_shape"])

@@ -39,12 +39,17 @@ def main(args: list[str]) -> None:
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch sees no GPU here; leave the flag out to use the CPU")
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = flags.tf32
     index = ImageIndex(flags.data_path, labelled=flags.num_classes != 0, classes_file=flags.classes_file)
+    if flags.num_classes and flags.num_classes != len(index.class_names):
+        raise UsageError(f"--num-classes {flags.num_classes}: {flags.data_path} has {len(index.class_names)} classes; "
+                         "leave it out, or give 0 for images without labels")
     codec = build_codec(flags.vae, device=device, dtype=getattr(torch, DTYPES[flags.dtype]), compiled=flags.compile,
                         with_hash=True)
     if codec.vae is None:
@@ -82,7 +87,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=32, help="images encoded at once")
     parser.add_argument("--shard-images", type=int, default=0, help="images per shard; 0: at most 512 shards")
     parser.add_argument("--num-workers", type=int, default=4, help="decoding processes; 0: none")
-    parser.add_argument("--device", help="cuda or cpu; default: cuda where there is one")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     parser.add_argument("--verify", metavar="DIR", help="only compare the shards in DIR with their checksums")
     flags = parser.parse_args(args)
     if not flags.verify:
@@ -91,8 +96,8 @@ def parse(args: list[str]) -> argparse.Namespace:
                 raise UsageError(f"--{name.replace('_', '-')} is needed")
         if len(flags.image_size) > 2:
             raise UsageError(f"--image-size {' '.join(map(str, flags.image_size))}: one number, or height and width")
-        for name in ("shard_images", "num_workers"):
-            if getattr(flags, name) < 0:
+        for name in ("shard_images", "num_workers", "num_classes"):
+            if (getattr(flags, name) or 0) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(flags, name)}: must not be negative")
     return flags
 
