@@ -1,100 +1,19 @@
-"""Latent shards: the same bytes however they were made, the same latents as encoding in the loop, what is refused."""
-import importlib.util
+"""Reading latent shards: the same latents as encoding in the loop, wherever a batch begins; what is refused."""
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL
-from PIL import Image
+from extracted import SIZE, damage, save_vae
 
 from dit.codec import build_codec
 from dit.config import UsageError
 from dit.data import PositionDataset, micro_batches
-from dit.extraction import Extraction, extract, finish, prepare
 from dit.images import ImageData, ImageIndex
-from dit.latents import LatentData, latents_spec, read_manifest, verify_shards
-
-TINY = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1, "scaling_factor": 0.5,
-        "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-SIZE = (16, 24)
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "extract_latents.py"
-
-
-@pytest.fixture(scope="module")
-def vae(tmp_path_factory):
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("vae")
-    AutoencoderKL(**TINY).save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    """Three classes, 23 images, one of them broken, in a folder with a difficult name."""
-    root = tmp_path_factory.mktemp("bilder é 漢")
-    random = np.random.default_rng(0)
-    for label in range(3):
-        (root / f"class {label}").mkdir()
-        for i in range(9 - label):
-            low = random.integers(0, 256, (4, 6, 3), dtype=np.uint8)
-            Image.fromarray(low).resize((30, 20), Image.BICUBIC).save(root / f"class {label}" / f"{i}.png")
-    (root / "class 1" / "3.png").write_bytes(b"broken")
-    return root
-
-
-def extraction(images, vae, output, **changes):
-    settings = dict(image_hw=SIZE, augment="center-crop", batch_size=4, shard_images=10) | changes
-    return Extraction(ImageIndex(images), build_codec(vae, with_hash=True), Path(output), **settings)
-
-
-@pytest.fixture(scope="module")
-def latents(images, vae, tmp_path_factory):
-    job = extraction(images, vae, tmp_path_factory.mktemp("out") / "latents")
-    extract(job, prepare(job))
-    finish(job)
-    return job.output
-
-
-@pytest.fixture
-def copy(latents, tmp_path):
-    return Path(shutil.copytree(latents, tmp_path / "copy"))
-
-
-def command_line(flags):
-    """scripts/extract_latents.py in this process."""
-    spec = importlib.util.spec_from_file_location("extract_latents", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(flags)
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def test_manifest(latents, images):
-    manifest = read_manifest(latents)
-    assert manifest["num_images"] == 23 and manifest["num_unreadable"] == 1
-    assert manifest["unreadable"][0]["path"] == "class 1/3.png" and manifest["unreadable"][0]["reason"]
-    assert manifest["class_names"] == ["class 0", "class 1", "class 2"] and manifest["images_per_class"] == [9, 7, 7]
-    assert manifest["latent_shape"] == [4, 8, 12] and manifest["image_size"] == [16, 24]
-    assert [shard["count"] for shard in manifest["shards"]] == [10, 9, 4]
-    assert verify_shards(latents, manifest) and str(images) not in json.dumps(manifest)
-    assert latents_spec(latents).scale == (0.5,)
-
-
-def test_shards_are_plain_safetensors(latents):
-    from safetensors.numpy import load_file
-    tensors = load_file(latents / "shard-00001.safetensors")
-    assert tensors["moments"].shape == (9, 2, 8, 8, 12) and tensors["moments"].dtype == np.float16
-    assert tensors["labels"].tolist() == [1] * 6 + [2] * 3
-    assert tensors["index"].tolist() == [10, 11, 13, 14, 15, 16, 17, 18, 19]  # 12 is the broken one
+from dit.latents import LatentData, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -181,100 +100,6 @@ def test_std_far_from_one_is_warned_about(copy, caplog):
         assert caplog.text.count(f"standard deviation is {std:.3f}") == warned
 
 
-@pytest.mark.parametrize("killed", ["after a shard", "in a shard", "before the description", "before the manifest"])
-def test_resumed_extraction_has_the_same_bytes(latents, images, vae, tmp_path, killed):
-    output = tmp_path / "again"
-    job = extraction(images, vae, output)
-    pending = prepare(job)
-    extract(job, pending[:3 if killed == "before the manifest" else 1])
-    if killed == "in a shard":  # a temporary file of a process that is no more, and half a shard under its name
-        (output / "shard-00001.safetensors").write_bytes((latents / "shard-00001.safetensors").read_bytes()[:500])
-    elif killed == "before the description":
-        (output / "shard-00000.json").unlink()
-    job = extraction(images, vae, output)
-    extract(job, prepare(job))
-    finish(job)
-    assert contents(output) == contents(latents)
-
-
-def test_a_killed_process_is_resumed_by_the_same_command(latents, images, vae, tmp_path, monkeypatch, capsys):
-    """SIGKILL after the first shard, then two ranks as torchrun has them: the bytes of one undisturbed process."""
-    output = tmp_path / "out"
-    flags = ["--data-path", str(images), "--vae", vae, "--image-size", "16", "24", "--output", str(output),
-             "--batch-size", "4", "--shard-images", "10", "--num-workers", "1"]
-    process = subprocess.Popen([sys.executable, str(SCRIPT), *flags], stderr=subprocess.DEVNULL)
-    while not (output / "shard-00000.json").exists():
-        assert process.poll() is None
-    process.kill()
-    process.wait()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in ("1", "0"):  # the last to finish sums up; rank 0 would wait for the others
-        monkeypatch.setenv("RANK", rank)
-        command_line(flags)
-    said = capsys.readouterr().err
-    assert "23 images in 3 shards, 1 unreadable" in said and "class 1/3.png" in said
-    left_behind = {name for name in contents(output) if name.startswith(".")}
-    made = {name: data for name, data in contents(output).items() if name not in left_behind}
-    assert sorted(made) == sorted(contents(latents))
-    assert [name for name, data in contents(latents).items() if made[name] != data] == []
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    ({"image_hw": (16, 16)}, r"another image size \(\[16, 24\] before, \[16, 16\] now\)"),
-    ({"batch_size": 8}, "another batch size"), ({"augment": "resize"}, "another augment"),
-])
-def test_another_extraction_does_not_go_into_the_same_folder(copy, images, vae, change, message):
-    with pytest.raises(UsageError, match=message) as caught:
-        prepare(extraction(images, vae, copy, **change))
-    assert "\n" not in str(caught.value)
-
-
-def test_an_output_that_is_no_folder_of_ours(images, vae, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="--output .*cannot be written"):
-        prepare(extraction(images, vae, tmp_path / "file"))
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "shard-00000.safetensors").write_bytes(b"x")
-    with pytest.raises(UsageError, match="holds shards but no extraction.json"):
-        prepare(extraction(images, vae, tmp_path / "foreign"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 100))
-    with pytest.raises(UsageError, match=r"0.00 GiB are needed and 0.00 GiB are free"):
-        prepare(extraction(images, vae, tmp_path / "new"))
-
-
-def test_a_full_disk_leaves_no_half_file(images, vae, tmp_path, monkeypatch):
-    job = extraction(images, vae, tmp_path / "out")
-    pending = prepare(job)
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(UsageError, match="shard-00000.safetensors cannot be written .No space left"):
-            extract(job, pending)
-    assert list(contents(job.output)) == ["extraction.json"] and prepare(job) == pending
-
-
-def test_no_readable_image(vae, tmp_path):
-    (tmp_path / "images" / "a").mkdir(parents=True)
-    (tmp_path / "images" / "a" / "0.png").write_bytes(b"")
-    job = extraction(tmp_path / "images", vae, tmp_path / "out")
-    extract(job, prepare(job))
-    with pytest.raises(UsageError, match="none of its 1 images can be read"):
-        finish(job)
-
-
-def test_shard_size_keeps_the_number_of_files_readable(images, vae, tmp_path):
-    job = extraction(images, vae, tmp_path, shard_images=0)
-    assert job.images_per_shard == 512 and job.num_shards == 1
-
-    class Many:
-        def __len__(self):
-            return 14_197_122
-    job = Extraction(Many(), job.codec, tmp_path, SIZE, "center-crop", 4)
-    assert job.num_shards <= 512
-
-
 @pytest.mark.parametrize(("request_", "message"), [
     ({"image_hw": (32, 32)}, "--image-size 32x32: the latents in .* were made at 16x24"),
     ({"num_classes": 1000}, "--num-classes 1000: the latents in .* have 3 classes; give --num-classes 3"),
@@ -295,32 +120,9 @@ def test_a_model_shaped_for_other_latents(latents):
 def test_latents_of_another_vae(latents, vae, tmp_path):
     shutil.copytree(vae, tmp_path / "elsewhere")
     LatentData(latents, vae=str(tmp_path / "elsewhere"))
-    torch.manual_seed(9)
-    AutoencoderKL(**TINY).save_pretrained(tmp_path / "other")
+    save_vae(tmp_path / "other", seed=9)
     with pytest.raises(UsageError, match="--vae .*other: the latents in .* were made with"):
         LatentData(latents, vae=str(tmp_path / "other"))
-
-
-def damage(copy, kind):
-    shard = copy / "shard-00001.safetensors"
-    data = shard.read_bytes()
-    if kind == "missing":
-        shard.unlink()
-    elif kind == "shortened":
-        shard.write_bytes(data[:-1])
-    elif kind == "altered":
-        shard.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
-    elif kind == "not a shard":
-        shard.write_bytes(bytes(len(data)))
-    elif kind == "other size":
-        manifest = json.loads((copy / "manifest.json").read_text()) | {"latent_shape": [4, 12, 8]}
-        (copy / "manifest.json").write_text(json.dumps(manifest))
-    elif kind == "no manifest":
-        (copy / "manifest.json").unlink()
-    elif kind == "bad manifest":
-        (copy / "manifest.json").write_text("{")
-    elif kind == "other format":
-        (copy / "manifest.json").write_text('{"format": "x"}')
 
 
 @pytest.mark.parametrize(("kind", "message"), [
@@ -328,7 +130,7 @@ def damage(copy, kind):
     ("altered", "shard-00001.safetensors has been altered"), ("not a shard", "shard-00001.safetensors is no shard"),
     ("other size", "shard-00000.safetensors holds moments of shape"),
     ("no manifest", r"the extraction is not finished \(3 shards\)"), ("bad manifest", "cannot be read as JSON"),
-    ("other format", "is of format 'x'"),
+    ("other format", "is of format 'x'"), ("half a manifest", "manifest.json has no vae; delete it and run"),
 ])
 def test_damaged_folders_are_named(copy, kind, message):
     damage(copy, kind)
@@ -342,15 +144,6 @@ def test_folders_without_latents(tmp_path, images):
         LatentData(tmp_path / "missing")
     with pytest.raises(UsageError, match="for images it is --data folder"):
         LatentData(images)
-
-
-def test_a_deleted_shard_is_made_again(copy, latents, images, vae):
-    damage(copy, "missing")
-    job = extraction(images, vae, copy)
-    assert prepare(job) == [1]
-    extract(job, [1])
-    finish(job)
-    assert contents(copy) == contents(latents)
 
 
 def test_memory_does_not_grow_with_what_was_read(latents):
@@ -374,17 +167,6 @@ def test_few_files_stay_open(latents, monkeypatch):
         moments, _ = data.read_moments(np.array([index]), np.array([False]))
         assert np.isfinite(moments).all()
     assert len(os.listdir("/proc/self/fd")) == before + 1
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    ([], "--data-path is needed"), (["--data-path", "x"], "--output is needed"),
-    (["--data-path", "x", "--output", "y"], "--data-path x: not a folder"),
-    (["--image-size", "0"], "--image-size"), (["--batch-size", "-3"], "--batch-size"), (["--nonsense"], "--nonsense"),
-    (["--data-path", "x", "--output", "y", "--image-size", "1", "2", "3"], "--image-size 1 2 3: one number"),
-])
-def test_mistakes_on_the_command_line_are_usage_errors(flags, message):
-    with pytest.raises(UsageError, match=message):
-        command_line(flags)
 
 
 def test_a_run_takes_shape_and_vae_from_its_latents(latents, vae, tmp_path, capsys):
