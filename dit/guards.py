@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dit import checkpoint
 from dit.config import OptimConfig
-from dit.local_shards import is_sharded
+from dit.local_shards import is_sharded, local
 from dit.parallel import Ranks
 from dit.step import StepParts, mean_loss
 
@@ -57,44 +57,64 @@ def diagnosis(verdict: str, parts: StepParts, batches: Iterator[dict[str, Tensor
 
     ``batches`` are this rank's micro-batches of the last bad step. A collective: every rank looks at its own.
     """
-    searched = not any(is_sharded(parameter) for parameter in parts.model.parameters())  # else ranks compute together
-    found = next((where for _ in range(accumulation if searched else 0)
-                  if (where := first_not_finite(parts, next(batches)))), None)
-    places = [f"{place}" + (f" on rank {rank}" if ranks.world_size > 1 else "")
-              for rank, place in enumerate(ranks.gather(found)) if place is not None]
-    where = (f"first not finite: {places[0]}" if places else "a repetition of the step finds every number finite"
-             if searched else "where it began is not searched for in a model spread over devices")
+    found = next(filter(None, (first_not_finite(parts, next(batches), ranks) for _ in range(accumulation))), None)
+    where = f"first not finite: {found}" if found else "a repetition of the step finds every number finite"
     path, _ = checkpoint.newest_valid(folder) if ranks.is_main else (None, [])
     left = f"the last good file is {path}" if path else "no checkpoint file had been written"
     return f"{verdict}; {where}; {left}. Try a lower --lr, --clip-grad 1 or --amp-dtype bf16"
 
 
-def first_not_finite(parts: StepParts, batch: dict[str, Tensor]) -> str | None:
+def first_not_finite(parts: StepParts, batch: dict[str, Tensor], ranks: Ranks) -> str | None:
     """Repeat the forward of a micro-batch, then its backward, and name the first place whose numbers are not finite.
 
     That is the data, the VAE, the first module by order of execution, the loss, or the first gradient on the way back;
-    None where all are finite. Weights and gradients stay as they are.
+    None where all are finite. Weights stay as they are. A collective, the same on every rank: a model that is spread
+    over them computes only where all take part, so that each goes all the way whatever it has found itself.
     """
     batch = {name: tensor.to(parts.device) for name, tensor in batch.items()}
-    if not _is_finite(batch["x"]):
-        return "the data"
-    latents = parts.codec.encode(batch["x"], batch.get("posterior_noise"))
-    if not _is_finite(latents):
-        return "the VAE's latents"
-    bare = dataclasses.replace(parts, network=parts.model)  # no collective: other ranks may have other data
-    with _first_bad_output(parts.model) as bad, torch.no_grad():
-        loss = mean_loss(bare, latents, batch)
-    if bad:
-        return f"the output of {bad[0]}"
-    if not _is_finite(loss):
-        return "the loss, of finite outputs"
+    bare = dataclasses.replace(parts, network=parts.model)  # without DDP's exchange
+    latents, place = _look_at_forward(bare, batch)
+    if (said := _first_place(ranks.gather(place))) is not None:
+        return said
     named = [(name, parameter) for name, parameter in parts.model.named_parameters() if parameter.requires_grad]
+    is_spread = any(is_sharded(parameter) for _, parameter in named)
     loss = parts.precision.scaler.scale(mean_loss(bare, latents, batch))
-    gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
-    for (name, _), gradient in reversed(list(zip(named, gradients))):
-        if gradient is not None and not _is_finite(gradient):
-            return f"the gradient of {name}"
-    return None
+    if is_spread:  # the parts of the sums over ranks, where autograd.grad would give what has not been exchanged
+        loss.backward()
+        gradients = [parameter.grad for _, parameter in named]
+        parts.optimizer.zero_grad(set_to_none=True)
+    else:
+        gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
+    backwards = list(enumerate(zip(named, gradients)))[::-1]
+    own = next((index for index, (_, gradient) in backwards if gradient is not None and not _is_finite(gradient)), -1)
+    indices = ranks.gather(own)
+    last = max(indices)
+    if last < 0:
+        return None
+    place = f"the gradient of {named[last][0]}"
+    return place if is_spread else _first_place([place if index == last else None for index in indices])
+
+
+def _look_at_forward(parts: StepParts, batch: dict[str, Tensor]) -> tuple[Tensor, str | None]:
+    """The latents of a micro-batch, and the first place of its forward that is not finite on this rank."""
+    latents = parts.codec.encode(batch["x"], batch.get("posterior_noise"))
+    with _first_bad_output(parts.model) as bad, torch.no_grad():
+        loss = mean_loss(parts, latents, batch)
+    if not _is_finite(batch["x"]):
+        return latents, "the data"
+    if not _is_finite(latents):
+        return latents, "the VAE's latents"
+    if bad:
+        return latents, f"the output of {bad[0]}"
+    return latents, None if _is_finite(loss) else "the loss, of finite outputs"
+
+
+def _first_place(places: list[str | None]) -> str | None:
+    """The place that the first rank with one names, and the rank, where there are several and not all agree."""
+    rank, place = next(((rank, place) for rank, place in enumerate(places) if place is not None), (None, None))
+    if place is None or places.count(place) == len(places):
+        return place
+    return f"{place} on rank {rank}"
 
 
 @contextmanager
@@ -116,4 +136,5 @@ def _first_bad_output(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    """Whether this process's part of a tensor is finite."""
+    return bool(torch.isfinite(local(tensor)).all())

@@ -229,6 +229,15 @@ def test_ranks_agree_on_skipping_and_say_on_which_rank_it_began(tmp_path):
     record("loss not finite on one rank of two", "4 steps", times=4, after="both skipped the same steps; rank named")
 
 
+def test_a_model_spread_over_ranks_is_searched_too(tmp_path):
+    text = sessions.run_ranks(tmp_path / "run", 2, *SMALL, "--parallel", "fsdp", "--max-bad-steps", 2, "--log-every", 1,
+                              "--grad-accum", 2, inject=injections.bad_numbers, values=("module", (6, 7, 8), 1), code=3)
+    assert "stopped: steps 6 to 7 (2 in a row" in text and "Traceback" not in text
+    assert "first not finite: the output of blocks.0 on rank 1; the last good file is" in text
+    record("every step not finite", "in the module, on one rank of two, --parallel fsdp",
+           after="exit code 3 after --max-bad-steps; named: the output of blocks.0 on rank 1")
+
+
 # ---- memory that runs out ----
 
 def test_memory_that_runs_out_halves_the_micro_batch_then_checkpoints(reference, tmp_path):

@@ -16,6 +16,7 @@ from runs import ONE, TINY
 from dit import checkpoint, preview, trainer
 from dit.config import UsageError, replace
 from dit.config_files import load_toml
+from dit.guards import first_not_finite
 from dit.local_shards import local, total_norm
 from dit.metrics import DeviceFacts
 from dit.run_folder import open_run
@@ -114,6 +115,58 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path):
         assert outcomes[0][0] == outcomes[1][0] and outcomes[0][2] == outcomes[1][2]
     for _, (first, _, good, *_) in both:
         assert good[0][3] == first[0][3] / 2  # the loss scale fell once, on both
+
+
+FAULTS = (None, "data", "output", "gradient")
+
+
+def places(ranks, *configs):
+    """Where the first number that is not finite is found, for every fault on rank 1 alone, and a step after that."""
+    built = [(config, runs.build(ranks, config)) for config in configs]
+    return [[*(place_of(ranks, parts, config, fault) for fault in FAULTS), runs.run(ranks, config, 1, parts=parts)]
+            for config, parts in built]
+
+
+def place_of(ranks, parts, config, fault):
+    batch, block, hooks = next(runs.batches(config, ranks)), parts.model.blocks[1], []
+    before = runs.wholes(parts)[0]
+    if ranks.rank == 1 and fault == "data":
+        batch["x"][0, 0, 0, 0] = float("nan")
+    elif ranks.rank == 1 and fault == "output":
+        hooks.append(block.register_forward_hook(lambda _module, _inputs, output: output * float("inf")))
+    elif ranks.rank == 1 and fault == "gradient":
+        hooks.append(block.register_forward_hook(lambda _module, _inputs, output: Backwards.apply(output)))
+    place = first_not_finite(parts, batch, ranks)
+    for hook in hooks:
+        hook.remove()
+    assert all(parameter.grad is None for parameter in parts.model.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in runs.wholes(parts)[0].items())
+    return place
+
+
+class Backwards(torch.autograd.Function):
+    """Itself, with an infinite gradient."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return torch.full_like(gradient, float("inf"))
+
+
+def test_the_first_number_that_is_not_finite_is_found_in_a_model_that_is_shared_out(tmp_path):
+    """All ranks compute together, whatever each has found; afterwards the model trains as if nobody had looked."""
+    fsdp = replace(TINY, parallel="fsdp", grad_accum=2, ckpt=True)
+    outcomes = run_ranks(2, places, TINY, fsdp, folder=tmp_path)
+    assert [places[:-1] for places in outcomes[0]] == [places[:-1] for places in outcomes[1]]
+    for (nothing, data, output, gradient, result), config in zip(outcomes[0], (TINY, fsdp)):
+        assert nothing is None
+        assert data == "the data on rank 1" and output == "the output of blocks.1 on rank 1"
+        assert gradient.startswith("the gradient of blocks.1.")
+        assert gradient.endswith(" on rank 1") == (config is TINY), "with fsdp gradients are sums over ranks"
+        runs.assert_alike(runs.run(ONE, replace(config, parallel="ddp"), 1), result)
 
 
 def test_devices_that_do_not_divide_are_refused(tmp_path):
