@@ -179,9 +179,8 @@ def build_codec(vae: str | CodecSpec, *, device: torch.device | str = "cpu", dty
     if spec.vae_config is None:
         return Codec(spec)
     if random_weights:
-        from diffusers import AutoencoderKL
         with torch.device(device):
-            module = AutoencoderKL(**spec.vae_config)
+            module = _autoencoder_class()(**spec.vae_config)
     else:
         module = _load_vae(spec)
     sha256 = weights_sha256(module) if with_hash else None
@@ -191,6 +190,26 @@ def build_codec(vae: str | CodecSpec, *, device: torch.device | str = "cpu", dty
     if compiled:
         module.encoder, module.decoder = torch.compile(module.encoder), torch.compile(module.decoder)
     return Codec(spec, module, chunk, sha256)
+
+
+def _autoencoder_class() -> type[nn.Module]:
+    """diffusers' AutoencoderKL.
+
+    On its way diffusers imports scipy and torchao where they are installed: two seconds, for schedulers' and
+    quantizers' sake, which no autoencoder has. So meanwhile they count as not installed.
+    """
+    from diffusers.utils import import_utils
+
+    known = {name: getattr(import_utils, name) for name in ("_scipy_available", "_torchao_available")
+             if hasattr(import_utils, name)}
+    try:
+        for name in known:
+            setattr(import_utils, name, False)
+        from diffusers import AutoencoderKL
+    finally:
+        for name, value in known.items():
+            setattr(import_utils, name, value)
+    return AutoencoderKL
 
 
 def weights_sha256(module: nn.Module) -> str:
@@ -213,8 +232,7 @@ def _vae_config(vae: str) -> Mapping[str, Any]:
     if vae.count("/") != 1 or vae.startswith((".", "/", "~")):
         raise UsageError(f"--vae {vae}: no such file or folder; give ema, mse, none, a folder with config.json and "
                          f"{WEIGHT_FILES[0]}, or a .safetensors file")
-    from diffusers import AutoencoderKL
-    return _from_hub(vae, vae, AutoencoderKL.load_config)
+    return _from_hub(vae, vae, _autoencoder_class().load_config)
 
 
 def _vae_folder(path: Path) -> Path:
@@ -276,22 +294,20 @@ def _safetensors_shapes(vae: str, path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _load_vae(spec: CodecSpec) -> nn.Module:
-    from diffusers import AutoencoderKL
     path = Path(spec.name)
     if path.is_dir() or path.is_file():
         return _load_local(spec, path)
-    return _from_hub(spec.name, HUB_NAMES.get(spec.name, spec.name), AutoencoderKL.from_pretrained)
+    return _from_hub(spec.name, HUB_NAMES.get(spec.name, spec.name), _autoencoder_class().from_pretrained)
 
 
 def _load_local(spec: CodecSpec, path: Path) -> nn.Module:
-    from diffusers import AutoencoderKL
     if path.is_dir():
         folder = _vae_folder(path)
         path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
         if path is None:
             raise UsageError(f"--vae {spec.name}: no weights in {folder}; expected {WEIGHT_FILES[0]}")
     try:
-        module = AutoencoderKL(**spec.vae_config)
+        module = _autoencoder_class()(**spec.vae_config)
         if path.suffix == ".bin":
             state = torch.load(path, map_location="cpu", weights_only=True)
         else:
