@@ -5,9 +5,10 @@ traffic over the catalogue's peaks (``dit.planner.priors``), corrected per class
 Recomputation and accumulation are in the trace as they run.
 """
 
+import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from dit.config import TrainConfig
 from dit.planner import communication, flops, priors
 from dit.planner.calibration import PRIORS, Calibration
-from dit.planner.catalogue import Device, Node
+from dit.planner.catalogue import GIB, Device, Node
 from dit.planner.hardware import default_node
 from dit.planner.op_class import Work, work_of, works
 from dit.planner.trace import Op, StepTrace, Trace
@@ -57,14 +58,25 @@ class RunPlan:
 
 
 @dataclass
-class _Tally:
-    """Sums over the operations of a step."""
+class Tally:
+    """Sums over operations: seconds of device and host by phase, of the device by class, and by what bounds it."""
 
-    device: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds by phase
+    device: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     host: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_class: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     compute_bound: float = 0.0
     memory_bound: float = 0.0
+
+    def plus(self, other: "Tally", times: int = 1) -> "Tally":
+        """A new tally: this one, and ``times`` the other one."""
+        result = Tally(compute_bound=self.compute_bound + times * other.compute_bound,
+                       memory_bound=self.memory_bound + times * other.memory_bound)
+        for name in ("device", "host", "by_class"):
+            sums = getattr(result, name)
+            sums.update(getattr(self, name))
+            for key, seconds in getattr(other, name).items():
+                sums[key] += times * seconds
+        return result
 
 
 def compute_dtype(config: TrainConfig, device: Device) -> str:
@@ -114,39 +126,114 @@ def predict_counted(ops: Counted, micro_batch: int, config: TrainConfig, device:
                     node: Node | None = None) -> TimePlan:
     """As :func:`predict_time`, from counted operations at ``micro_batch``."""
     calibration = calibration or PRIORS
-    is_cpu = device.generation == "cpu"
-    tally = _cpu_tally(ops, calibration) if is_cpu else _gpu_tally(ops, config, device, calibration)
+    tally = tally_of(ops, config, device, calibration, communication.shard_size(config, num_devices))
+    return predict_tallied(tally, micro_batch, config, device, num_devices, calibration, data_seconds=data_seconds,
+                           node=node)
+
+
+def predict_tallied(tally: Tally, micro_batch: int, config: TrainConfig, device: Device, num_devices: int,
+                    calibration: Calibration | None = None, *, data_seconds: float | None = None,
+                    node: Node | None = None) -> TimePlan:
+    """As :func:`predict_time`, from the sums over a step's operations."""
+    calibration, node = calibration or PRIORS, node or default_node(device)
+    accumulation = config.memory.grad_accum
+    if device.generation != "cpu" and num_devices > 1:
+        tally = tally.plus(_wrapping(config, num_devices, priors.rates(device, tf32=config.precision.tf32)))
     phases = _phases(tally)
     compute = sum(phases.values())
     loading, added = _data(config, micro_batch, calibration, data_seconds, device, compute)
-    exchange = communication.plan_ddp(
-        config, device, num_devices, node or default_node(device), calibration=calibration,
-        backward_seconds=phases.get("backward", 0.0) / config.memory.grad_accum)
-    if added:
-        phases["data"] = phases.get("data", 0.0) + added
-    phases["backward"] = phases.get("backward", 0.0) + exchange.exposed_seconds
-    saves = _saves(config, device)
-    phases["save"] = saves
-    mid = sum(phases.values())
-    spread = math.exp(calibration.spread)
-    images = micro_batch * config.memory.grad_accum * num_devices
+    exchange = communication.plan_exchange(
+        config, device, num_devices, node, calibration=calibration,
+        forward_seconds=phases.get("forward", 0.0) / accumulation,
+        backward_seconds=phases.get("backward", 0.0) / accumulation)
+    in_forward = exchange.exposed_forward_seconds
+    for phase, extra in (("data", added), ("forward", in_forward), ("backward", exchange.exposed_seconds - in_forward),
+                         ("save", _saves(config, device))):
+        if extra or phase != "data":
+            phases[phase] = phases.get(phase, 0.0) + extra
+    mid, spread = sum(phases.values()), math.exp(calibration.spread)
+    images = micro_batch * accumulation * config.data_ranks(num_devices)
     peak = device.peak_flops.get(compute_dtype(config, device))
     model_flops = flops.train_flops_per_image(config.shape) * images / num_devices
-    bound_by = _bound_by(tally, compute, loading, exchange.exposed_seconds)
     return TimePlan(
         step_seconds={"low": mid / spread, "mid": mid, "high": mid * spread}, by_phase=phases,
         by_class={name: float(seconds) for name, seconds in tally.by_class.items()},
-        images_per_second=images / mid, mfu=model_flops / mid / peak if peak else None, bound_by=bound_by,
+        images_per_second=images / mid, mfu=model_flops / mid / peak if peak else None,
+        bound_by=_bound_by(tally, compute, loading, exchange.exposed_seconds),
         calibration={"kind": calibration.kind, "source": calibration.source},
-        communication_seconds=exchange.seconds, exposed_communication_seconds=exchange.exposed_seconds)
+        communication_seconds=exchange.seconds, exposed_communication_seconds=exchange.exposed_seconds,
+        notes=tuple(_notes(config, device, num_devices, node, exchange)))
+
+
+def _notes(config: TrainConfig, device: Device, num_devices: int, node: Node | None,
+           exchange: communication.Exchange) -> Iterable[str]:
+    """What the time takes for granted, and what it leaves out."""
+    if config.memory.tensor_parallel > 1:
+        yield (f"--tensor-parallel {config.memory.tensor_parallel} is not modelled: the time is that of whole layers "
+               "on every device, without the exchanges inside blocks.")
+    if num_devices > 1 and exchange.seconds and node is not None and device.generation != "cpu":
+        yield (f"Each device sends {exchange.bytes_sent / GIB:.2f} GiB per step, in "
+               f"{1e3 * exchange.seconds:.1f} ms of which {1e3 * exchange.exposed_seconds:.1f} are not hidden; "
+               f"assumed: {nodes_in_words(node, num_devices)}.")
+
+
+def nodes_in_words(node: Node, num_devices: int) -> str:
+    """The machines that ``num_devices`` devices are taken to stand in."""
+    nodes = math.ceil(num_devices / node.devices_per_node)
+    if nodes == 1:
+        return f"one {node.name} node, {node.link.name} inside"
+    return (f"{nodes} {node.name} nodes of {node.devices_per_node} devices, {node.link.name} inside, "
+            f"{node.network.name} between")
 
 
 # ---- the device's and the host's work ----
 
-def _cpu_tally(ops: Counted, calibration: Calibration) -> _Tally:
+def tally_of(ops: Counted, config: TrainConfig, device: Device, calibration: Calibration, shards: int = 1) -> Tally:
+    """Sums over the operations of a step, whose optimizer and average have 1 / ``shards`` of the weights each.
+
+    Raises ValueError for a CPU without calibration and a device without peaks.
+    """
+    if shards > 1:
+        ops = [(op, _shared(work, shards) if op.phase in ("optimizer", "ema") else work, count)
+               for op, work, count in ops]
+    if device.generation == "cpu":
+        return _cpu_tally(ops, calibration)
+    return _gpu_tally(ops, config, device, calibration)
+
+
+def _shared(work: Work, shards: int) -> Work:
+    """One device's part of an operation over all weights: as many tensors, a share of their bytes."""
+    *tensors, num_bytes = work.size
+    return dataclasses.replace(work, size=(*tensors, max(1.0, num_bytes / shards)), bytes=work.bytes // shards)
+
+
+def _wrapping(config: TrainConfig, num_devices: int, rates: priors.Rates) -> Tally:
+    """What DDP or FSDP2 add to a GPU's and its host's work besides sending.
+
+    DDP copies each gradient into its bucket (8 bytes a weight). FSDP2 takes gathered weights apart, which is a copy,
+    after each of two gathers, where autocast would have made one of 6 bytes, and puts gradients together before they
+    are sent; under --amp that replaces autocast's own copy of them.
+    """
+    trained, accumulation = flops.trainable_parameters(config.shape), config.memory.grad_accum
+    tally = Tally()
+    per_second = rates.bandwidth * priors.BANDWIDTH_EFFICIENCY["copy"]
+    if config.memory.parallel == "fsdp":
+        amp, depth = config.precision.amp, config.shape.depth
+        tally.device["forward"] = accumulation * trained * (1 if amp else 8) / per_second
+        tally.device["backward"] = trained * (accumulation * (1 if amp else 8) + (0 if amp else 8)) / per_second
+        for phase in ("forward", "backward"):
+            tally.host[phase] = accumulation * depth * priors.FSDP_HOST_SECONDS
+    else:
+        tally.device["backward"] = trained * 8 / per_second
+    tally.memory_bound = sum(tally.device.values())
+    tally.by_class["copy"] = tally.memory_bound
+    return tally
+
+
+def _cpu_tally(ops: Counted, calibration: Calibration) -> Tally:
     if calibration.kind != "measured":
         raise ValueError("this CPU has not been measured; run scripts/calibrate.py (under a minute)")
-    tally = _Tally()
+    tally = Tally()
     for op, each, count in ops:
         inside = calibration.seconds(each) * count
         around = (calibration.per_op.get(op.phase, 0.0) + calibration.per_byte.get(op.phase, 0.0) * each.bytes) * count
@@ -160,9 +247,9 @@ def _cpu_tally(ops: Counted, calibration: Calibration) -> _Tally:
     return tally
 
 
-def _gpu_tally(ops: Counted, config: TrainConfig, device: Device, calibration: Calibration) -> _Tally:
+def _gpu_tally(ops: Counted, config: TrainConfig, device: Device, calibration: Calibration) -> Tally:
     rates = priors.rates(device, tf32=config.precision.tf32)
-    tally = _Tally()
+    tally = Tally()
     memo: dict[tuple, tuple[float, bool]] = {}
     for op, each, count in ops:
         key = (each.key, each.size, each.bytes)
@@ -180,7 +267,7 @@ def _gpu_tally(ops: Counted, config: TrainConfig, device: Device, calibration: C
     return tally
 
 
-def _phases(tally: _Tally) -> dict[str, float]:
+def _phases(tally: Tally) -> dict[str, float]:
     """Seconds by phase. The host runs ahead of the device, so over a whole step the slower of the two decides."""
     device, host = sum(tally.device.values()), sum(tally.host.values())
     slower = tally.host if host > device else tally.device
@@ -212,7 +299,7 @@ def _saves(config: TrainConfig, device: Device) -> float:
     return num_bytes / priors.DISK_BYTES_PER_SECOND / config.run.ckpt_every
 
 
-def _bound_by(tally: _Tally, compute: float, loading: float, exposed: float) -> str:
+def _bound_by(tally: Tally, compute: float, loading: float, exposed: float) -> str:
     device, host = sum(tally.device.values()), sum(tally.host.values())
     if loading > compute:
         return "data loading"

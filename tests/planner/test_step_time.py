@@ -178,6 +178,64 @@ def test_public_runs_on_an_a100_come_out_within_15_percent(name):
     assert seconds["low"] < run.step_seconds < seconds["high"]
 
 
+# ---- several devices ----
+
+def test_fsdp_shares_the_optimizer_and_exchanges_more_than_ddp():
+    ddp, fsdp = large(amp=True, global_batch_size=512), large(amp=True, global_batch_size=512, parallel="fsdp")
+    one, whole, shared = plan(ddp, A100, 8), plan(ddp, A100, 8), plan(fsdp, A100, 8)
+    assert shared.communication_seconds > whole.communication_seconds
+    assert shared.by_phase["optimizer"] < 0.2 * whole.by_phase["optimizer"]
+    assert shared.by_phase["forward"] > one.by_phase["forward"]
+    assert sum(shared.by_phase.values()) == pytest.approx(shared.step_seconds["mid"])
+    halves = plan(replace(fsdp, shard_size=4), A100, 8)
+    assert whole.by_phase["optimizer"] > halves.by_phase["optimizer"] > shared.by_phase["optimizer"]
+    slow = find_device("RTX-4090")
+    ratio = [plan(config, device, 8).step_seconds["mid"] for device in (slow, A100) for config in (fsdp, ddp)]
+    assert ratio[0] / ratio[1] > ratio[2] / ratio[3], "over PCIe fsdp costs more than over NVLink"
+
+
+def test_fsdp_on_one_device_is_ddp_on_one_device():
+    one, other = plan(large(amp=True)), plan(large(amp=True, parallel="fsdp"))
+    assert one.step_seconds == other.step_seconds and other.communication_seconds == 0
+
+
+def test_what_is_not_modelled_is_said():
+    notes = " ".join(plan(large(amp=True, tensor_parallel=2), A100, 2).notes)
+    assert "--tensor-parallel 2 is not modelled" in notes and "time" in notes
+    assert not plan(large(amp=True)).notes
+    many = " ".join(plan(large(amp=True, global_batch_size=128), A100, 16).notes)
+    assert "2 hgx-a100 nodes of 8 devices" in many and "InfiniBand between" in many
+    assert plan(large(amp=True, tensor_parallel=2), A100, 2).images_per_second == pytest.approx(
+        64 / plan(large(amp=True, tensor_parallel=2), A100, 2).step_seconds["mid"])
+
+
+def test_compile_is_told_to_be_an_upper_bound_of_memory_and_time():
+    from dit.planner import plan as whole
+
+    notes = " ".join(whole(large(compile=True), A100).to_dict()["notes"])
+    assert "--compile is not modelled" in notes and "time" in notes and "upper bound" in notes
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallel": "fsdp"}, {"parallel": "fsdp", "amp": True, "shard_size": 2}])
+def test_sums_over_operations_are_the_plan(changes):
+    from dit.planner.calibration import PRIORS
+    from dit.planner.communication import shard_size
+    from dit.planner.step_time import predict_tallied, tally_of
+
+    config = large(global_batch_size=256, grad_accum=4, **changes)
+    ops = trace(config, A100, 4).ops
+    counted = [(op, work, 1) for op, work in zip(ops, works(ops), strict=True)]
+    shards = shard_size(config, 4)
+    first = tally_of([each for each in counted if each[0].micro_step == 0 or each[0].phase in ("optimizer", "ema")],
+                     config, A100, PRIORS, shards)
+    rest = tally_of([each for each in counted if each[0].micro_step == 1 and each[0].phase not in ("optimizer", "ema")],
+                    config, A100, PRIORS, shards)
+    assert rest.device, "the trace repeats its second micro-step"
+    whole = tally_of(counted, config, A100, PRIORS, shards)
+    assert first.plus(rest).device == pytest.approx(whole.device)
+    assert predict_tallied(whole, 16, config, A100, 4).step_seconds == plan(config, A100, 4).step_seconds
+
+
 # ---- the whole run, and the promise of no torch ----
 
 def test_hours_cost_and_energy():
