@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dit.config import IMAGE_DATA, TrainConfig, UsageError
 from dit.images import ImageData, ImageIndex
-from dit.latents import LatentData
+from dit.latents import LatentData, read_manifest
 from dit.packed_images import ArrowIndex, TarIndex
 from dit.randomness import (
     STREAM_NOISE,
@@ -321,12 +321,30 @@ def worker_rate(config: TrainConfig, seconds: float = 0.5) -> float | None:
     listing millions of files would take longer than the rest of the plan. Raises UsageError as `open_source`.
     """
     data = config.data
-    if data.data not in (*IMAGE_DATA, "latents") or not data.data_path or not _is_here(data.data_path):
+    if not _has_files(config):
         return None
     if data.data == "latents":
         return measured_rate(build_dataset(config), 64, seconds)
     source = ImageData(_image_index(config, first_part=True), config.image_hw, augment=data.augment)
     return measured_rate(_dataset(config, source, None), 4, seconds)
+
+
+def sample_count(config: TrainConfig) -> int | None:
+    """Samples in the run's own data, for the length of the run; None where the data is not here or has no files.
+
+    A folder's images are listed, as they are at the start of the run: seconds for each million. Raises UsageError as
+    `open_source`.
+    """
+    if not _has_files(config):
+        return None
+    if config.data.data == "latents":
+        return sum(shard["count"] for shard in read_manifest(config.data.data_path)["shards"])
+    return len(_image_index(config).labels)
+
+
+def _has_files(config: TrainConfig) -> bool:
+    path = config.data.data_path
+    return config.data.data in (*IMAGE_DATA, "latents") and bool(path) and _is_here(path)
 
 
 def _is_here(path: str) -> bool:

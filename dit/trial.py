@@ -38,7 +38,7 @@ def freeze_plan(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> FrozenP
     if not folder.plan.exists():
         whole = replace(config, trial=False)
         device = present_device(ranks)
-        planned = planner.plan(whole, device, ranks.world_size,
+        planned = planner.plan(whole, device, ranks.world_size, num_samples=planner.known_samples(whole),
                                loader_rate=planner.measured_loader_rate(whole))
         pictures.draw_memory(planned, device, folder.path / "memory.png")
         folder.write_json("plan.json", planned.to_dict())

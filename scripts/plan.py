@@ -26,7 +26,7 @@ from dit.cli import parse_flags, run, settle, take_flag, take_flags
 from dit.config import PRESETS, TrainConfig, UsageError, replace
 from dit.config_checks import validate
 from dit.config_files import load_toml
-from dit.planner import IMAGENET_SAMPLES, Plan, alternatives, measured_loader_rate, plan
+from dit.planner import IMAGENET_SAMPLES, Plan, alternatives, known_samples, measured_loader_rate, plan
 from dit.planner.catalogue import Device
 from dit.planner.hardware import cpu_device, custom_device, find_device, parse_bytes
 from dit.planner.what_if import side_by_side, variants
@@ -48,7 +48,7 @@ class PlanFlags:
     price_per_device_hour: float | None = None
     """Price of one device for an hour, in any currency."""
     num_samples: int | None = None
-    """Images in the data set, for the length of the run."""
+    """Images in the data set, for the length of the run. Default: those of --data-path where it is here."""
     recommend: bool = False
     """Search devices, their number, micro-batch, accumulation, --amp and --ckpt, and say what to run and why."""
     goal: Literal["quality", "quick", "cost"] = "cost"
@@ -91,7 +91,7 @@ def main(args: list[str]) -> int:
         return 0
     config = _settle(flags.train)
     with nullcontext() if flags.json else _status():
-        planned = plan(config, device, flags.num_devices, num_samples=flags.num_samples,
+        planned = plan(config, device, flags.num_devices, num_samples=flags.num_samples or known_samples(config),
                        price_per_device_hour=flags.price_per_device_hour, loader_rate=measured_loader_rate(config))
         content = planned.to_dict()
         if planned.memory.verdict == "does_not_fit":
@@ -119,7 +119,8 @@ def print_advice(flags: PlanFlags, devices: list[Device]) -> None:
     from dit.planner.recommend import Wish, recommend, rows_for_people
 
     config, price = _settle(flags.train), flags.price_per_device_hour
-    wish = Wish(goal=flags.goal, steps=config.total_steps(flags.num_samples or IMAGENET_SAMPLES),
+    num_samples = flags.num_samples or known_samples(config) or IMAGENET_SAMPLES
+    wish = Wish(goal=flags.goal, steps=config.total_steps(num_samples),
                 max_hours=flags.max_hours, max_cost=flags.max_cost, max_devices=flags.max_devices,
                 prices={} if price is None else {device.name: price for device in devices})
     with _status():
@@ -147,7 +148,8 @@ def compare(flags: PlanFlags, device: Device, texts: list[str]) -> None:
     plans = {}
     with nullcontext() if flags.json else _status():
         for text, config in variants(texts, flags.train).items():
-            plans[text] = plan(config, device, flags.num_devices, num_samples=flags.num_samples,
+            plans[text] = plan(config, device, flags.num_devices,
+                               num_samples=flags.num_samples or known_samples(config),
                                price_per_device_hour=flags.price_per_device_hour,
                                loader_rate=measured_loader_rate(config)).to_dict()
     if flags.json:

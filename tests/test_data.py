@@ -1,10 +1,14 @@
 """Micro-batches are functions of (seed, position): whatever the split over ranks, accumulation, workers and resumes."""
+import importlib.util
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +26,11 @@ from dit.data import (
     micro_batches,
     position_ranges,
 )
-from dit.planner import measured_loader_rate, plan
+from dit.parallel import Ranks
+from dit.planner import known_samples, measured_loader_rate, plan
 from dit.planner.hardware import find_device
 from dit.run_folder import RunFolder
+from dit.trial import freeze_plan
 
 LATENT = (4, 8, 8)
 
@@ -264,6 +270,41 @@ def test_a_workers_rate_is_measured_where_the_data_is(tmp_path):
     for changes in ({"data_path": None}, {"data_path": str(tmp_path / "missing")}, {"data": "digits"},
                     {"data": "webdataset", "data_path": str(tmp_path / "missing" / "{0..3}.tar")}):
         assert measured_loader_rate(replace(config, **changes)) is None
+
+
+@pytest.fixture
+def plan_script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("plan_script", Path(__file__).parents[1] / "scripts" / "plan.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # tyro looks for the source of its flags' descriptions
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_length_of_a_run_is_that_of_the_images_that_are_here(tmp_path, capsys, plan_script):
+    root = image_folder(tmp_path / "images")
+    for path in ("a/1.jpg", "b/deeper/1.png", "b/.hidden.png", "c/notes.txt", ".hidden/0.png"):
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_bytes(b"")
+    (tmp_path / "classes").write_text("b\na\n")
+    config = folder_config(root, epochs=100)
+    for changes, count in (({}, 5), ({"num_classes": 0}, 5), ({"classes_file": str(tmp_path / "classes")}, 4)):
+        now = replace(config, **changes)
+        assert known_samples(now) == len(build_dataset(now)) == count
+    assert known_samples(replace(config, max_steps=7)) is None, "nothing is counted for nothing"
+
+    ranks = Ranks(0, 0, 1, torch.device("cpu"))
+    frozen = freeze_plan(replace(config, trial=True), RunFolder(tmp_path), ranks).content
+    flags = ["--data", "folder", "--data-path", str(root), "--vae", "none", "--image-size", "16", "--num-classes", "3",
+             "--model", "DiT-S/4", "--global-batch-size", "4", "--epochs", "100", "--json"]
+    printed = []
+    for more in ([], ["--compare", "", "--lr 1e-3"], ["--data-path", str(tmp_path / "gone")], ["--num-samples", "40"]):
+        assert plan_script.main([*flags, *more]) == 0
+        printed.append(json.loads(capsys.readouterr().out))
+    here, compared, missing, said = printed
+    assert [each["run"]["steps"] for each in (frozen, here, *compared.values(), said)] == [125, 125, 125, 125, 1000]
+    assert missing["run"]["steps"] == 100 * 1_281_167 // 4
+    assert ["ImageNet" in " ".join(each["notes"]) for each in (frozen, here, said, missing)] == [False] * 3 + [True]
 
 
 def test_class_names_are_kept_with_the_run(tmp_path):

@@ -15,7 +15,7 @@ from dit import packed_images
 from dit.cli import train_config
 from dit.config import TrainConfig, UsageError, replace
 from dit.config_checks import validate
-from dit.data import PositionDataset, build_dataset, micro_batches, worker_rate
+from dit.data import PositionDataset, build_dataset, micro_batches, sample_count, worker_rate
 from dit.images import ImageData, ImageIndex
 from dit.packed_images import ArrowIndex, TarIndex
 
@@ -121,7 +121,7 @@ def test_workers_read_them_and_a_dataset_can_be_sent(kind, tmp_path, tars, folde
     loader.close()
     for batch in (arrived, pickle.loads(pickle.dumps(dataset)).__getitems__(range(12, 24))):
         assert all(torch.equal(batch[name], expected[name]) for name in expected)
-    assert worker_rate(config, seconds=0.05) > 1
+    assert worker_rate(config, seconds=0.05) > 1 and sample_count(config) == len(dataset)
     assert not config.encodes_in_loop and replace(config, vae="ema").encodes_in_loop
 
 

@@ -82,6 +82,15 @@ def measured_loader_rate(config: TrainConfig) -> float | None:
     return worker_rate(config)
 
 
+def known_samples(config: TrainConfig) -> int | None:
+    """Samples in the run's data, where it is here and the run is as long as they say (--max-steps is not given)."""
+    if not config.data.data_path or config.run.max_steps is not None:
+        return None
+    from dit.data import sample_count
+
+    return sample_count(config)
+
+
 def traced(config: TrainConfig, device: Device, micro_batch: int) -> Trace:
     """The trace of ``config``'s step as ``device`` would run it."""
     dtype = autocast_dtype(config, device)
