@@ -12,14 +12,20 @@ puts configurations side by side: each text after --compare is a line of flags o
     python scripts/plan.py --recommend --goal cost --model DiT-XL/2 --device RTX-4090 --device H100 --max-hours 240
 
 searches what can be chosen on one or several candidate devices and says what to run, and why.
+
+    python scripts/plan.py --model DiT-XL/2 --amp --device A100 --num-devices 8 --scaling
+
+says what 1, 2, 4, ..., 1024 devices would give.
 """
 
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Literal
 
 from dit.cli import parse_flags, run, settle, take_flag, take_flags
@@ -28,7 +34,8 @@ from dit.config_checks import validate
 from dit.config_files import load_toml
 from dit.planner import IMAGENET_SAMPLES, Plan, alternatives, known_samples, measured_loader_rate, plan
 from dit.planner.catalogue import Device
-from dit.planner.hardware import cpu_device, custom_device, find_device, parse_bytes
+from dit.planner.hardware import cpu_device, custom_device, find_device, find_node, parse_bytes
+from dit.planner.prices import given_prices
 from dit.planner.what_if import side_by_side, variants
 from dit.terminal import duration, show
 
@@ -46,11 +53,13 @@ class PlanFlags:
     device_memory: str | None = None
     """Memory of the device, instead of the catalogue's or for a card it does not know: 24GiB, 80e9."""
     price_per_device_hour: float | None = None
-    """Price of one device for an hour, in any currency."""
+    """Price of one device for an hour, in any currency. --price H100=2.5 gives it by device; with --recommend devices
+    without a given price take an assumption, which is said."""
     num_samples: int | None = None
     """Images in the data set, for the length of the run. Default: those of --data-path where it is here."""
     recommend: bool = False
-    """Search devices, their number, micro-batch, accumulation, --amp and --ckpt, and say what to run and why."""
+    """Search devices, their number, micro-batch, accumulation, --amp, --ckpt, --attention, --parallel and latents made
+    once, and say what to run and why."""
     goal: Literal["quality", "quick", "cost"] = "cost"
     """With --recommend: the largest model within the limits, the fastest run, or the cheapest."""
     max_hours: float | None = None
@@ -59,8 +68,13 @@ class PlanFlags:
     """With --recommend: the run may cost so much."""
     max_devices: int = 8
     """With --recommend: so many devices may be used."""
+    scaling: bool = False
+    """Print what 1, 2, 4, ..., 1024 devices give, with the same global batch and with the same micro-batch."""
+    node: str | None = None
+    """With --scaling: the kind of machine the devices stand in, for instance hgx-h100 or pcie4-box. Default: the usual
+    one of the device."""
     json: bool = False
-    """Print plan.json and nothing else."""
+    """Print plan.json (with --recommend the advice, with --scaling both tables) and nothing else."""
     table: bool = False
     """Print the largest micro-batch that fits on the device: all twelve models, with and without --amp and --ckpt."""
     preflight: bool = False
@@ -71,18 +85,25 @@ class PlanFlags:
 
 
 def main(args: list[str]) -> int:
+    gc.disable()  # a short run, mostly imports, which collecting would make a quarter slower
     before = args.index("--compare") if "--compare" in args else len(args)
     path, rest = take_flag(args[:before], "--config")
     names, rest = take_flags(rest, "--device")
+    prices, rest = take_flags(rest, "--price")
     flags = parse_flags(PlanFlags, rest, PlanFlags(train=load_toml(path)) if path else PlanFlags(), prog="plan.py")
-    _check(flags)
+    _check(flags, before < len(args))
     devices = [choose_device(name, flags.device_memory) for name in names or [None]]
+    given = given_prices(prices, flags.price_per_device_hour, devices)
     if flags.recommend:
-        print_advice(flags, devices)
+        recommend(flags, devices, given)
         return 0
     if len(devices) > 1:
         raise UsageError(f"--device was given {len(devices)} times; several devices go with --recommend")
     device = devices[0]
+    flags = dataclasses.replace(flags, price_per_device_hour=given.get(device.name))
+    if flags.scaling:
+        scale(flags, device)
+        return 0
     if before < len(args):
         compare(flags, device, args[before + 1:])
         return 0
@@ -110,35 +131,41 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def print_advice(flags: PlanFlags, devices: list[Device]) -> None:
+def recommend(flags: PlanFlags, devices: list[Device], prices: dict[str, float]) -> None:
     """Search and print the trade-offs that are left, the choice, its reasons and the line that starts it."""
-    from rich.console import Console
-    from rich.table import Table
-
     from dit.planner import calibration
-    from dit.planner.recommend import Wish, recommend, rows_for_people
+    from dit.planner.candidates import Wish
+    from dit.planner.recommend import recommend as search
+    from dit.planner.tables import print_advice
 
-    config, price = _settle(flags.train), flags.price_per_device_hour
+    config = _settle(flags.train)
     num_samples = flags.num_samples or known_samples(config) or IMAGENET_SAMPLES
-    wish = Wish(goal=flags.goal, steps=config.total_steps(num_samples),
-                max_hours=flags.max_hours, max_cost=flags.max_cost, max_devices=flags.max_devices,
-                prices={} if price is None else {device.name: price for device in devices})
-    with _status():
-        found = recommend(config, devices, wish, calibration_of=lambda device: calibration.find(device.name))
-    header, *rows = rows_for_people(found)
-    table = Table(title=f"{found.choice.config.model.model}, {wish.steps:,} steps: the trade-offs left of "
-                        f"{found.num_candidates:,} configurations")
-    for name in header:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row, style="bold" if row[0] else None)
-    console = Console(width=max(170, Console().width), highlight=False)
-    console.print(table)
-    for reason in found.reasons:
-        console.print(f"- {reason}", markup=False, soft_wrap=True)
-    if found.relax:
-        console.print(f"NOT within the limits: {found.relax}", markup=False, soft_wrap=True)
-    console.print(found.choice.torchrun, markup=False, soft_wrap=True)
+    wish = Wish(goal=flags.goal, steps=config.total_steps(num_samples), max_hours=flags.max_hours,
+                max_cost=flags.max_cost, max_devices=flags.max_devices, prices=prices, num_samples=num_samples)
+    start = perf_counter()
+    with nullcontext() if flags.json else _status():
+        found = search(config, devices, wish, calibration_of=lambda device: calibration.find(device.name))
+    if flags.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        print_advice(found, wish, perf_counter() - start)
+
+
+def scale(flags: PlanFlags, device: Device) -> None:
+    """Print what more devices give, as two tables or as JSON."""
+    from dit.planner import calibration
+    from dit.planner.scaling import scaling
+    from dit.planner.tables import print_scaling
+
+    config = _settle(flags.train)
+    steps = config.total_steps(flags.num_samples or known_samples(config) or IMAGENET_SAMPLES)
+    with nullcontext() if flags.json else _status():
+        found = scaling(config, device, steps, num_devices=flags.num_devices, price=flags.price_per_device_hour,
+                        node=find_node(flags.node) if flags.node else None, calibration=calibration.find(device.name))
+    if flags.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        print_scaling(found, config, device.name)
 
 
 def compare(flags: PlanFlags, device: Device, texts: list[str]) -> None:
@@ -156,14 +183,12 @@ def compare(flags: PlanFlags, device: Device, texts: list[str]) -> None:
         print(json.dumps(plans, indent=2))
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=f"{flags.train.model.model} on {flags.num_devices} x {device.name}")
-    for name in ("", *plans):
-        table.add_column(name, justify="right" if name else "left")
-    for row in side_by_side(plans):
-        table.add_row(*row)
-    Console(width=max(100, Console().width)).print(table)
+    from dit.planner.tables import table
+
+    rows = [("", *plans), *side_by_side(plans)]
+    Console(width=max(100, Console().width)).print(
+        table(f"{flags.train.model.model} on {flags.num_devices} x {device.name}", rows))
 
 
 def check_machine(config: TrainConfig, content: dict) -> None:
@@ -178,13 +203,25 @@ def check_machine(config: TrainConfig, content: dict) -> None:
         preflight.stop(checks, config)
 
 
-def _check(flags: PlanFlags) -> None:
+def _check(flags: PlanFlags, compares: bool) -> None:
+    asked = [f"--{name}" for name in ("recommend", "scaling", "table") if getattr(flags, name)]
+    asked += ["--compare"] * compares
+    if len(asked) > 1:
+        raise UsageError(f"{asked[0]} and {asked[1]} are different questions; ask one")
     if flags.num_devices < 1:
         raise UsageError(f"--num-devices {flags.num_devices}: must be at least 1")
     if flags.num_samples is not None and flags.num_samples < 1:
         raise UsageError(f"--num-samples {flags.num_samples}: must be at least 1")
-    if flags.price_per_device_hour is not None and not 0 <= flags.price_per_device_hour < float("inf"):
-        raise UsageError(f"--price-per-device-hour {flags.price_per_device_hour}: must be a number of at least 0")
+    if flags.price_per_device_hour is not None and not 0 < flags.price_per_device_hour < float("inf"):
+        raise UsageError(f"--price-per-device-hour {flags.price_per_device_hour}: must be a number above 0")
+    if flags.recommend and flags.num_devices != 1:
+        raise UsageError(f"--num-devices {flags.num_devices}: --recommend chooses it; --max-devices limits it")
+    if flags.node is not None and not flags.scaling:
+        raise UsageError(f"--node {flags.node} goes with --scaling")
+    for name, default in (("max_hours", None), ("max_cost", None), ("goal", "cost"), ("max_devices", 8)):
+        value = getattr(flags, name)
+        if value != default and not flags.recommend:
+            raise UsageError(f"--{name.replace('_', '-')} {value} goes with --recommend")
 
 
 def _settle(config: TrainConfig) -> TrainConfig:
@@ -258,6 +295,7 @@ def print_plan(planned: Plan, content: Mapping[str, object]) -> None:
             ("whole run", _hours(run["hours"])),
             ("device-hours", _number(run["device_hours"])),
             *([("cost", _number(run["cost"]))] if run["cost"] is not None else []),
+            *([("energy at full power", f"{run['energy_kwh']:,.1f} kWh")] if run["energy_kwh"] is not None else []),
             ("checkpoint file", show_bytes(content["disk"]["checkpoint_bytes"])),
             ("run's folder", show_bytes(content["disk"]["run_bytes"])),
             ("figures from", content["calibration"]["source"])]

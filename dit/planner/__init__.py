@@ -148,16 +148,23 @@ def _time(config: TrainConfig, device: Device, num_devices: int, step: StepTrace
     try:
         time = step_time.predict_time(step, config, device, num_devices, calibration,
                                       data_seconds=step.micro_batch / loader_rate if loader_rate else None)
+    except UsageError:
+        raise
     except ValueError as error:
         unknown = {"low": None, "mid": None, "high": None}
         return ({"step_seconds": unknown, "by_phase": {}, "images_per_second": None, "mfu": None, "bound_by": None},
-                {"steps": steps, "hours": unknown, "device_hours": None, "cost": None},
+                {"steps": steps, "hours": unknown, "device_hours": None, "cost": None, "energy_kwh": None},
                 {"kind": "prior", "source": "none"}, [f"No time: {error}."])
     run = step_time.run_plan(time, steps, num_devices, device, price)
     seconds = {"step_seconds": time.step_seconds, "by_phase": time.by_phase,
                "images_per_second": time.images_per_second, "mfu": time.mfu, "bound_by": time.bound_by}
-    whole = {"steps": run.steps, "hours": run.hours, "device_hours": run.device_hours, "cost": run.cost}
-    notes = [*time.notes, *([_loader_note(config, device, time, step.micro_batch, loader_rate)] if loader_rate else [])]
+    whole = {"steps": run.steps, "hours": run.hours, "device_hours": run.device_hours, "cost": run.cost,
+             "energy_kwh": run.energy_kwh}
+    energy = [] if run.energy_kwh is None else [
+        f"Energy: {run.energy_kwh:,.0f} kWh if the boards draw their full {device.board_power_watts:,.0f} W "
+        "throughout, the most they can; hosts, network and cooling come on top."]
+    notes = [*time.notes, *energy,
+             *([_loader_note(config, device, time, step.micro_batch, loader_rate)] if loader_rate else [])]
     return seconds, whole, time.calibration, notes
 
 
