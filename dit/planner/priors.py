@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from dit.planner.catalogue import Device
 from dit.planner.op_class import Work, attention_flops
 
-DISK_BYTES_PER_SECOND = 1e9  # prior: a checkpoint file through torch.save to a local NVMe disk
+DISK_BYTES_PER_SECOND = 1e9  # assumption: a checkpoint file through torch.save to a local NVMe disk
 
 # Large matrix products over the dense peak. cuBLAS on A100: 240-280 of 312 TFLOP/s in bf16 and fp16, 110-130 of 156 in
-# TF32, 18-19 of 19.5 in fp32. H200: 769-798 of 989 (8192 cubed, random data, measured).
+# TF32, 18-19 of 19.5 in fp32 (widely reported, no page kept). H200: 769-798 of 989 (8192 cubed, random data, measured).
 GEMM_EFFICIENCY = {"fp32": 0.95, "tf32": 0.75, "fp16": 0.78, "bf16": 0.78}
 TILE = 128  # rows and columns of an output tile of the usual kernels
 # Filling the pipeline and writing a tile, as if the inner dimension were so much longer: more for faster arithmetic.
+# These and the number of splits are assumptions.
 K_OVERHEAD = {"fp32": 16, "tf32": 64, "fp16": 96, "bf16": 96}
 MAX_SPLITS = 16  # cuBLAS splits a long inner dimension to fill the device
 
@@ -35,10 +36,11 @@ HEAD_SIZES, EFFICIENT_HEAD_SIZES = (32, 64, 96, 128, 160, 192, 256), (32, 64, 12
 # 3 x 3 convolutions of a VAE under cuDNN, over the dtype's peak. In fp32 Winograd kernels need 2.25 times fewer
 # operations than are counted (Lavin & Gray, arXiv 1509.09308) and so pass the peak.
 CONVOLUTION_EFFICIENCY = {"fp32": 1.3, "tf32": 0.45, "fp16": 0.45, "bf16": 0.45}
-PATCH_EFFICIENCY = 0.3  # a patch embedding: a small product in disguise
+PATCH_EFFICIENCY = 0.3  # a patch embedding: a small product in disguise; it and the VAE's 0.45 are assumptions
 
 # Bytes over the datasheet's bandwidth. A plain copy reaches 0.85-0.90 (A100 1.75 of 2.04 TB/s, H200 4.3 of 4.8 TB/s
 # measured); broadcasting and mixed dtypes are not vectorised, transposing copies and column sums read with strides.
+# How much that costs is an assumption for each class, the ones named above being chosen with FD-L1 to FD-L5 in view.
 BANDWIDTH_EFFICIENCY = {
     "elementwise": 0.70, "copy": 0.65, "norm": 0.55, "reduction": 0.50, "indexing": 0.50, "optimizer": 0.80,
     "ema": 0.80, "gemm": 0.85, "batched gemm": 0.80, "attention forward": 0.80, "attention backward": 0.70,
