@@ -136,10 +136,17 @@ def live_tensor_bytes() -> int:
     """Bytes behind all CPU tensors that Python knows, each storage once."""
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
+        if issubclass(type(thing), Tensor) and _is_plain_on_cpu(thing):
             storage = thing.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
             if thing.grad is not None:
                 storage = thing.grad.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+def _is_plain_on_cpu(tensor: Tensor) -> bool:
+    try:
+        return tensor.device.type == "cpu" and tensor.layout is torch.strided
+    except RuntimeError:  # in torch 2.6 one that another thread has just given up is left without a device
+        return False

@@ -68,8 +68,12 @@ def shard(model: nn.Module, config: TrainConfig, ranks: Ranks, dtype: torch.dtyp
 
     ``dtype`` is autocast's (None: none). The weights are those of the whole model made on ``ranks.device`` with the
     same seed; it never exists at once: a device holds its part and one tensor. Returns ``model``, changed in place. A
-    collective. Raises UsageError where devices do not divide.
+    collective. Raises UsageError where devices do not divide, or torch cannot do it on them.
     """
+    if ranks.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):  # FSDP calls it
+        mistake = (f"--parallel fsdp and --tensor-parallel: torch {torch.__version__} has FSDP for GPUs only; "
+                   "a newer torch has it for CPUs")
+        raise UsageError(mistake) if ranks.is_main else SystemExit(2)
     mesh, together = build_mesh(config, ranks), config.memory.tensor_parallel
     if together > 1:
         parallelize(model, mesh["tensor"])

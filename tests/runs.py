@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +18,9 @@ from dit.step import StepParts, build_parts, no_phase, train_step
 
 TINY = replace(TrainConfig(), data="synthetic", model="custom", image_size=64, num_classes=10, depth=2, hidden_size=64,
                num_heads=4, patch_size=4, global_batch_size=8, lr=1e-3, clip_grad=0.5)
+needs_fsdp = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"),
+                                reason="torch 2.6 has FSDP for GPUs only")
+"""For tests that spread a model over processes on the CPU."""
 ONE = Ranks(0, 0, 1, torch.device("cpu"))
 """A process on its own."""
 

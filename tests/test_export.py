@@ -48,6 +48,8 @@ def save_together(ranks, folder):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
+    if runs.needs_fsdp.args[0]:
+        pytest.skip(runs.needs_fsdp.kwargs["reason"])
     folder = tmp_path_factory.mktemp("export")
     results = run_ranks(2, save_together, folder / "0000003.sharded", folder=folder)
     return folder / "0000003.sharded", results[0]

@@ -12,6 +12,7 @@ import pytest
 import sessions
 import torch
 from faultlog import goes_on, record
+from runs import needs_fsdp
 from test_resume import SMALL
 
 from dit.checkpoint import steps_in
@@ -143,7 +144,7 @@ def test_a_failed_save_of_rank_0_takes_the_others_along(tmp_path):
     ((injections.file_limit, (100_000,)), r"could not write .*0000003\.pt: File too large; earlier files are"),
     ((injections.checkpoints_vanish, (1,)), r"run/checkpoints: No such file or directory; the file was not written"),
 ], ids=["disk full", "folder gone"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=needs_fsdp)])
 def test_a_failed_last_save_ends_every_rank_with_its_code(tmp_path, fault, said, parallel):
     """Nothing comes after it that would take the others along: they wait for the last file."""
     inject, values = fault
@@ -229,6 +230,7 @@ def test_ranks_agree_on_skipping_and_say_on_which_rank_it_began(tmp_path):
     record("loss not finite on one rank of two", "4 steps", times=4, after="both skipped the same steps; rank named")
 
 
+@needs_fsdp
 def test_a_model_spread_over_ranks_is_searched_too(tmp_path):
     text = sessions.run_ranks(tmp_path / "run", 2, *SMALL, "--parallel", "fsdp", "--max-bad-steps", 2, "--log-every", 1,
                               "--grad-accum", 2, inject=injections.bad_numbers, values=("module", (6, 7, 8), 1), code=3)

@@ -20,9 +20,10 @@ from dit.guards import first_not_finite
 from dit.local_shards import local, total_norm
 from dit.metrics import DeviceFacts
 from dit.run_folder import open_run
-from dit.sharding import shards_model
+from dit.sharding import shard, shards_model
 
 ROOT = Path(__file__).parent.parent
+pytestmark = runs.needs_fsdp
 
 
 def both_ways(ranks, *pairs):
@@ -174,6 +175,15 @@ def test_devices_that_do_not_divide_are_refused(tmp_path):
         run_ranks(2, runs.build, replace(TINY, parallel="fsdp", shard_size=3), folder=tmp_path)
     with pytest.raises(UsageError, match="--tensor-parallel 2 does not divide 3 devices"):
         replace(TINY, tensor_parallel=2).micro_batch(3)
+
+
+def test_a_torch_without_fsdp_on_cpus_is_named(monkeypatch):
+    class Stream:
+        pass
+
+    monkeypatch.setattr(torch.cpu, "Stream", Stream)
+    with pytest.raises(UsageError, match=r"^--parallel fsdp and --tensor-parallel: torch \S+ has FSDP for GPUs only; "):
+        shard(torch.nn.Identity(), replace(TINY, parallel="fsdp"), ONE, None)
 
 
 # ---- whole runs: saved by all, taken up by any number ----

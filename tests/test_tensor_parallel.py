@@ -21,6 +21,7 @@ from dit.metrics import DeviceFacts
 from dit.run_folder import open_run
 
 ROOT = Path(__file__).parent.parent
+pytestmark = runs.needs_fsdp
 
 
 def bytes_of_blocks(ranks, config):
