@@ -105,7 +105,7 @@ def _advise(found: list[Candidate], wish: Wish, costs: Costs) -> Advice | None:
     choice = min(rows, key=lambda each: (_rank(each, wish, holds), each.memory_bytes))
     rows = sorted(pareto(rows), key=lambda each: each.hours)
     relax = None if holds else what_to_relax(found, choice, wish)
-    return Advice(tuple(rows), choice, tuple(reasons(choice, rows, wish)), holds, relax, len(found))
+    return Advice(tuple(rows), choice, tuple(reasons(choice, rows, wish, holds)), holds, relax, len(found))
 
 
 def broken(candidate: Candidate, wish: Wish) -> list[str]:
@@ -150,13 +150,14 @@ def _planned(candidate: Candidate, costs: Costs) -> Candidate | None:
     return dataclasses.replace(candidate, memory=memory, memory_bytes=memory.device_used_bytes["high"])
 
 
-def reasons(choice: Candidate, rows: Sequence[Candidate], wish: Wish) -> Iterator[str]:
+def reasons(choice: Candidate, rows: Sequence[Candidate], wish: Wish, holds: bool) -> Iterator[str]:
     """Why this one, in sentences with figures."""
     said = {"cost": "the cheapest", "quick": "the fastest", "quality": "the largest model that holds, at its cheapest"}
     device, count = choice.device, choice.num_devices
     price = price_of(device, wish.prices)
     money = f"{choice.cost[0]:.0f} (at most {choice.cost[1]:.0f})" + ("" if price else " device-hours")
-    yield (f"{said[wish.goal]} of what keeps the limits: {choice.hours[0]:.1f} h (at most {choice.hours[1]:.1f}) and "
+    first = f"{said[wish.goal]} of what keeps the limits" if holds else "the nearest to the limits, which nothing keeps"
+    yield (f"{first}: {choice.hours[0]:.1f} h (at most {choice.hours[1]:.1f}) and "
            f"{money} on {count} x {device.name}")
     if price:
         yield (f"an hour of one {device.name} at {price.per_hour:.2f} ({price.source})"

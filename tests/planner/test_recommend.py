@@ -68,6 +68,7 @@ def test_limits_hold_or_it_is_said_which_to_relax(goal, max_hours, max_cost, max
 def test_the_relaxed_limit_is_then_kept():
     tight = advise(goal="cost", max_hours=0.01)
     assert not tight.holds and "--max-hours" in tight.relax
+    assert tight.reasons[0].startswith("the nearest to the limits, which nothing keeps: ")
     assert advise(goal="cost", max_hours=tight.choice.hours[1] * 1.001).holds
 
 
