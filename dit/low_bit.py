@@ -28,13 +28,12 @@ def build_low_bit(config: OptimConfig, trainable: Sequence[nn.Parameter]) -> tor
     compiled step of a GPU keeps no temporaries).
     """
     bits = 8 if config.optimizer == "adamw-8bit" else 4
-    optimizer = _on_meta(config, trainable, bits) if trainable[0].is_meta else _torchao(config, trainable, bits)
-    for group in optimizer.param_groups:
-        group["low_bit"] = True
-    return optimizer
+    return _on_meta(config, trainable, bits) if trainable[0].is_meta else build_torchao(config, trainable)
 
 
-def _torchao(config: OptimConfig, trainable: Sequence[nn.Parameter], bits: int) -> torch.optim.Optimizer:
+def build_torchao(config: OptimConfig, trainable: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """torchao's optimizer on whatever device, meta too, where its step shows what a CPU would allocate."""
+    bits = 8 if config.optimizer == "adamw-8bit" else 4
     try:
         from torchao import optim
     except ImportError:
@@ -46,11 +45,18 @@ def _torchao(config: OptimConfig, trainable: Sequence[nn.Parameter], bits: int) 
         optimizer.state[parameter] = {"step": torch.tensor(0.0, device="cpu"),
                                       "exp_avg": optimizer._new_buffer(parameter, True),
                                       "exp_avg_sq": optimizer._new_buffer(parameter, False)}
+    return _marked(optimizer)
+
+
+def _marked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        group["low_bit"] = True
     return optimizer
 
 
 def _on_meta(config: OptimConfig, trainable: Sequence[nn.Parameter], bits: int) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(trainable, lr=config.lr)
+    optimizer.step = lambda: None
     for parameter in trainable:
         state, count = optimizer.state[parameter], parameter.numel()
         for moment in MOMENTS:
@@ -60,7 +66,7 @@ def _on_meta(config: OptimConfig, trainable: Sequence[nn.Parameter], bits: int) 
                 state[f"{moment}_map"] = torch.empty(2**bits, device="meta")
             else:
                 state[moment] = torch.empty_like(parameter)
-    return optimizer
+    return _marked(optimizer)
 
 
 def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
@@ -70,9 +76,9 @@ def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
 
 def step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Take the step unless the scalar float tensor ``skip`` is 1, for which the host waits."""
-    if skip.is_meta or skip.item():
+    if not skip.is_meta and skip.item():
         return
-    with torch.compiler.set_stance("force_eager") if skip.device.type == "cpu" else nullcontext():
+    with torch.compiler.set_stance("force_eager") if skip.device.type != "cuda" else nullcontext():
         optimizer.step()
 
 

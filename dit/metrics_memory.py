@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PREFIX = "phase:"
 Result = TypeVar("Result")
@@ -133,7 +134,7 @@ def _levels(memory: list[tuple[int, int]], phases: list[tuple[int, int, str]], l
 
 
 def live_tensor_bytes() -> int:
-    """Bytes behind all CPU tensors that Python knows, each storage once."""
+    """Bytes behind all CPU tensors that Python knows, each storage once; of one made of others, those of the others."""
     storages = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and _is_plain_on_cpu(thing):
@@ -147,6 +148,7 @@ def live_tensor_bytes() -> int:
 
 def _is_plain_on_cpu(tensor: Tensor) -> bool:
     try:
-        return tensor.device.type == "cpu" and tensor.layout is torch.strided
+        return (tensor.device.type == "cpu" and tensor.layout is torch.strided
+                and not is_traceable_wrapper_subclass(tensor))
     except RuntimeError:  # in torch 2.6 one that another thread has just given up is left without a device
         return False

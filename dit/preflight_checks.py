@@ -273,7 +273,7 @@ def check_disk(config: TrainConfig, folder: RunFolder | None, plan: dict, writes
     file_bytes = plan["disk"]["checkpoint_bytes"]
     present = [checkpoint.size_of(path) for step in checkpoint.steps_in(folder.checkpoints)
                for path in checkpoint.present(folder.checkpoints, step)] if folder else []
-    needed = max(file_bytes, plan["disk"]["run_bytes"] + file_bytes - sum(present))  # a new file before an old one goes
+    needed = max(file_bytes, plan["disk"]["run_bytes"] - sum(present))  # which has a new file beside the kept ones
     found = f"{size(needed)} for checkpoint files of {size(file_bytes)}, {size(free)} free"
     advice = "free some, or keep fewer (--keep-last, --keep-every, --ckpt-every), or another --results-dir"
     if free < needed:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dit.config import UsageError
+from dit.codec import Codec
+from dit.config import TrainConfig, UsageError
 from dit.diffusion import Diffusion, Model, upcast_half
 from dit.randomness import normals
 
@@ -156,6 +157,23 @@ def generate(model: Model, diffusion: Diffusion, decode: Callable[[Tensor], Tens
             yield SampleBatch(images, batch_classes, batch_seeds)
 
     return batches()
+
+
+GRID_IMAGES, GRID_AT_ONCE, GRID_STEPS, GRID_GUIDANCE = 16, 4, 50, 2.0
+
+
+def grid_batches(config: TrainConfig, model: nn.Module, diffusion: Diffusion, codec: Codec, *, device: torch.device,
+                 autocast: Callable[[], AbstractContextManager],
+                 num_steps: int = GRID_STEPS) -> Iterator[SampleBatch]:
+    """The images of a run's sample grid (--sample-every), the same classes and seeds each time, a few at a time so that
+    it needs little memory. The trainer draws them, the planner traces them.
+    """
+    num_classes, null_class = max(1, config.model.num_classes), model.null_class
+    is_guided = null_class is not None and config.model.num_classes > 0
+    return generate(model, diffusion, codec.decode, [index % num_classes for index in range(GRID_IMAGES)],
+                    range(GRID_IMAGES), latent_shape=config.latent_shape, null_class=null_class, num_steps=num_steps,
+                    cfg_scale=GRID_GUIDANCE if is_guided else 1.0, batch_size=GRID_AT_ONCE,
+                    clip_denoised=codec.spec.vae_config is None, device=device, autocast=autocast)
 
 
 def check_request(classes: Sequence[int], seeds: Sequence[int], null_class: int | None,

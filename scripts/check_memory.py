@@ -14,7 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +27,8 @@ from dit.metrics_memory import live_tensor_bytes, measure_tensor_peak, profiled_
 from dit.planner import memory_of, traced
 from dit.planner.hardware import cpu_device
 from dit.precision import resolve
-from dit.step import build_parts, train_step
+from dit.sampling import grid_batches
+from dit.step import StepParts, build_parts, train_step
 
 PEAK_TOLERANCE, PHASE_TOLERANCE = 0.01, 0.02
 STEPS = 3
@@ -37,7 +40,7 @@ WIDE = dict(model="custom", depth=2, hidden_size=288, num_heads=4, patch_size=2,
 DIGITS = dict(model="custom", depth=4, hidden_size=96, num_heads=3, patch_size=2, image_size=8, data="digits",
               num_classes=10)
 ENCODED = dict(SMALL, depth=2, data="folder", image_size=64)
-AMP, CKPT = dict(amp=True), dict(ckpt=True)
+AMP, CKPT, SAMPLES = dict(amp=True), dict(ckpt=True), dict(sample_every=1)
 FP16 = dict(amp=True, amp_dtype="fp16")
 
 CONFIGURATIONS: dict[str, tuple[dict[str, object], int]] = {
@@ -71,6 +74,16 @@ CONFIGURATIONS: dict[str, tuple[dict[str, object], int]] = {
     "VAE": (ENCODED, 8), "VAE ckpt": (ENCODED | CKPT, 16), "VAE bf16": (ENCODED | AMP, 4),
     "VAE by 3": (ENCODED | dict(encode_chunk=3), 8), "VAE 64 x 128 px": (ENCODED | dict(image_size=(64, 128)), 4),
     "VAE accumulation 2": (ENCODED | dict(grad_accum=2), 4),
+    "8 bits": (SMALL | dict(optimizer="adamw-8bit"), 2),
+    "8 bits ckpt accumulation 2": (SMALL | CKPT | dict(optimizer="adamw-8bit", grad_accum=2), 16),
+    "4 bits": (SMALL | dict(optimizer="adamw-4bit"), 2),
+    "4 bits bf16": (SMALL | AMP | dict(optimizer="adamw-4bit"), 16),
+    "average on the host": (SMALL | dict(ema="host"), 8), "average on the host bf16 ckpt": (
+        SMALL | AMP | CKPT | dict(ema="host"), 8),
+    "samples of pixels": (DIGITS | SAMPLES, 4), "samples of pixels bf16 ckpt": (DIGITS | AMP | CKPT | SAMPLES, 32),
+    "samples by a VAE": (SMALL | SAMPLES, 2), "samples by a VAE bf16 ckpt": (SMALL | AMP | CKPT | SAMPLES, 2),
+    "samples by the VAE in the loop": (ENCODED | SAMPLES, 2),
+    "samples, average on the host": (SMALL | SAMPLES | dict(ema="host"), 2),
 }
 
 
@@ -106,6 +119,8 @@ def settings(name: str, vae_folder: str | Path) -> tuple[TrainConfig, int]:
     data = changes.get("data", "synthetic")
     if data == "folder":
         changes = changes | dict(vae=str(vae_folder), data_path=str(vae_folder))
+    elif data == "synthetic" and "sample_every" in changes:
+        changes = changes | dict(vae=str(vae_folder))
     batch = micro_batch * changes.get("grad_accum", 1)
     return replace(TrainConfig(), **(dict(data=data, global_batch_size=batch) | changes)), micro_batch
 
@@ -130,21 +145,28 @@ def measure(config: TrainConfig, micro_batch: int) -> tuple[int, dict[str, int]]
     """Highest tensor bytes of three real steps, and of each phase."""
     cpu, others = torch.device("cpu"), live_tensor_bytes()
     precision = resolve(config, cpu)
-    if config.encodes_in_loop:
-        codec = build_codec(config.vae, random_weights=True, chunk=config.data.encode_chunk)
-    else:
-        codec = Codec(codec_spec("none"))
-    parts = build_parts(config, cpu, codec, precision)
+    latents_only = Codec(codec_spec("none"))
+    needs_vae = config.encodes_in_loop or config.run.sample_every
+    codec = build_codec(config.vae, random_weights=True, chunk=config.data.encode_chunk) if needs_vae else latents_only
+    parts = build_parts(config, cpu, codec if config.encodes_in_loop else latents_only, precision)
     micro_batches, peak, phases = _batches(config, micro_batch), 0, {}
 
     def step():
         return train_step(parts, micro_batches, config.memory.grad_accum, lr=1e-4, ema_decay=0.9, phase=profiled_phase)
 
-    for _ in range(STEPS):
-        _, found = measure_tensor_peak(step, live_tensor_bytes() - others)
+    work = [step, partial(draw, config, parts, codec)] if config.run.sample_every else [step]
+    for each in work * STEPS:
+        _, found = measure_tensor_peak(each, live_tensor_bytes() - others)
         peak = max(peak, found.peak_bytes)
-        phases = {name: max(size, phases.get(name, 0)) for name, size in found.by_phase.items()}
+        phases |= {name: max(size, phases.get(name, 0)) for name, size in found.by_phase.items()}
     return peak, phases
+
+
+def draw(config: TrainConfig, parts: StepParts, codec: Codec) -> None:
+    """A sample grid as a run draws it, with fewer steps."""
+    with profiled_phase("sample"), parts.ema.swapped_in() if parts.ema is not None else nullcontext():
+        list(grid_batches(config, parts.model, parts.diffusion, codec, device=parts.device,
+                          autocast=parts.precision.autocast, num_steps=4))
 
 
 def _batches(config: TrainConfig, micro_batch: int) -> Iterator[dict[str, torch.Tensor]]:

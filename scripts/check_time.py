@@ -113,10 +113,10 @@ def check_cpu() -> None:
     errors = [abs((1 + each["error"]) * each["drift"] - 1) for each in rows]
     report("cpu", f"Planned and measured on {calibration.cpu_name()}, {torch.get_num_threads()} threads. Calibration: "
            f"{found.source}, fitted to other models and single operations. Measured: median of {PASSES} passes over "
-           f"the table with {STEPS} steps each, and quartiles. Beside each configuration a step of the calibration's own "
-           f"models was timed: the machine took {_span(each['drift'] for each in rows)} times as long for it as when "
-           f"it was calibrated. With that taken out the median error is {100 * statistics.median(errors):.1f} %, the "
-           f"worst {100 * max(errors):.1f} %; the table has it in.", rows)
+           f"the table with {STEPS} steps each, and quartiles. Beside each configuration a step of the calibration's "
+           f"own models was timed: the machine took {_span(each['drift'] for each in rows)} times as long for it as "
+           f"when it was calibrated. With that taken out the median error is {100 * statistics.median(errors):.1f} %, "
+           f"the worst {100 * max(errors):.1f} %; the table has it in.", rows)
 
 
 def _span(values: Iterator[float]) -> str:

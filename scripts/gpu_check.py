@@ -2,9 +2,10 @@
 
     python scripts/gpu_check.py --output benchmarks/gpu_h200.json
 
-One process on the GPU (the predictions are traced in parallel before it is touched), no network, at most four minutes;
-neither diffusers nor tyro is needed. Predictions are frozen and hashed before anything is measured. A ratio away from 1
-is a fault to find, in the planner or here; nothing is fitted to these rows.
+One process on the GPU (the predictions are traced in parallel by others, before it works), no network, at most four
+minutes; neither diffusers nor tyro is needed. Predictions are frozen and hashed before anything is measured. A ratio
+away from 1 is a fault to find, in the planner or here; nothing is fitted to these rows. Without a GPU it runs on the
+CPU, which shows that it works: a few small configurations there, with --only.
 """
 
 import argparse
@@ -12,14 +13,16 @@ import gc
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -73,25 +76,55 @@ def matrix() -> dict[str, dict[str, object]]:
 
 SNAPSHOT_OF = "B/2 bf16 ckpt"
 """The configuration whose every allocation is recorded and compared with the traced ones."""
+BY_CLASS = ("S/8 bf16", "B/2 bf16", "B/2 bf16 ckpt", "L/4 tf32", "XL/2 bf16 x32")
+"""Configurations whose operations are timed one by one and compared by class."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one configuration: plan.json or the refusal, seconds by class of operation, sizes of a step's allocations."""
+
+    plan: dict | str
+    by_class: dict[str, float] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
 
 
 def config_of(settings: dict[str, object]) -> TrainConfig:
     return replace(TrainConfig(), **settings)
 
 
-def predict(device_name: str, named: tuple[str, dict[str, object]]) -> tuple[str, dict | str, list[int]]:
-    """Plan one configuration: (name, plan.json or the refusal, sizes of the step's allocations for the snapshot)."""
-    from dit.planner import plan
+def predict(device_name: str, name: str, settings: dict[str, object]) -> Prediction:
+    """Plan one configuration."""
+    from dit.planner import calibration, plan
     from dit.planner.hardware import find_device
+    from dit.planner.step_time import predict_time
 
-    name, settings = named
+    device, config = find_device(device_name), config_of(settings)
     try:
-        planned = plan(config_of(settings), find_device(device_name), 1)
+        planned = plan(config, device, 1)
     except UsageError as error:
-        return name, str(error), []
+        return Prediction(str(error))
+    by_class = {}
+    if name in BY_CLASS and planned.content["time"]["step_seconds"]["mid"] is not None:
+        import torch
+
+        found = calibration.find(*((calibration.cpu_name(), torch.get_num_threads()) if device.generation == "cpu" else
+                                   (device.name,)))
+        by_class = predict_time(planned.step, config, device, 1, found).by_class
     events = planned.step.events
     wanted = (events.step == 2) & (events.bytes > 0)
-    return name, planned.to_dict(), events.bytes[wanted].tolist() if name == SNAPSHOT_OF else []
+    return Prediction(planned.to_dict(), by_class, tuple(events.bytes[wanted].tolist()) if name == SNAPSHOT_OF else ())
+
+
+def predict_all(device_name: str, cases: dict[str, dict[str, object]], seconds: float) -> dict[str, Prediction]:
+    """The predictions that are ready within so many seconds. Their processes start afresh, not as copies of this one,
+    which may hold the GPU.
+    """
+    pool = ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
+    futures = {name: pool.submit(predict, device_name, name, settings) for name, settings in cases.items()}
+    wait(futures.values(), timeout=seconds)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return {name: future.result() for name, future in futures.items() if future.done() and not future.cancelled()}
 
 
 # ---- measuring ----
@@ -157,6 +190,23 @@ def time_steps(step, device) -> tuple[list[float], dict[str, float]]:
     return seconds, by_phase
 
 
+def seconds_by_class(config: TrainConfig, device) -> dict[str, float]:
+    """Seconds of a step's operations by class, each the least of a few timings."""
+    from dit.planner.micro_benchmarks import time_gpu_step, time_step
+    from dit.planner.op_class import works
+
+    if device.type == "cuda":
+        ops, seconds, _, _ = time_gpu_step(config, repeats=3)
+        timed = zip(works(ops), seconds, strict=True)
+    else:
+        step = time_step("", config, repeats=2)
+        timed = zip(step.works, step.seconds, strict=True)
+    found: dict[str, float] = {}
+    for work, seconds in timed:
+        found[work.cls] = found.get(work.cls, 0.0) + seconds
+    return found
+
+
 def recorded_allocations(step) -> list[int]:
     """Sizes in bytes of every allocation of one step, as the caching allocator's own history has them."""
     import torch
@@ -169,9 +219,9 @@ def recorded_allocations(step) -> list[int]:
     return [entry["size"] for entry in trace if entry["action"] == "alloc"]
 
 
-def compare_allocations(traced: list[int], recorded: list[int]) -> dict[str, object]:
+def compare_allocations(traced: Iterable[int], recorded: Iterable[int]) -> dict[str, object]:
     """Sizes predicted and not seen, and seen and not predicted, of allocations above 64 KiB, rounded to 512 bytes."""
-    def counted(sizes: list[int]) -> Counter:
+    def counted(sizes: Iterable[int]) -> Counter:
         return Counter(-(-size // 512) * 512 for size in sizes if size > 1 << 16)
 
     predicted, seen = counted(traced), counted(recorded)
@@ -236,36 +286,45 @@ def main(args: list[str]) -> int:
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     planned_for = device_name(device) if device.type == "cuda" else "cpu"
-    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        made = pool.map(partial(predict, planned_for), cases.items())
-        predictions = {name: (plan, sizes) for name, plan, sizes in made}
-    frozen = json.dumps({name: plan for name, (plan, _) in predictions.items()}, sort_keys=True)
+    predictions = predict_all(planned_for, cases, flags.seconds / 2)
+    frozen = json.dumps({name: each.plan for name, each in predictions.items()}, sort_keys=True)
     result = {"environment": environment(device, 1), "predictions_sha256": hashlib.sha256(frozen.encode()).hexdigest(),
               "seconds_predicting": time.monotonic() - started, "rows": [], "failed": {}, "left_out": []}
     print(f"{len(predictions)} predictions frozen in {result['seconds_predicting']:.0f} s", flush=True)
     for name, settings in cases.items():
-        plan, sizes = predictions[name]
-        if time.monotonic() - started > flags.seconds:
+        if name not in predictions or time.monotonic() - started > flags.seconds:
             result["left_out"].append(name)
-            continue
-        try:
-            if isinstance(plan, str):
-                raise UsageError(plan)
-            measured = measure(config_of(settings), device, record=name == SNAPSHOT_OF and device.type == "cuda")
-            result["rows"].append(row_of(name, settings, plan, measured))
-            print_row(result["rows"][-1])
-            if measured["allocations"]:
-                result["snapshot"] = {"of": name, **compare_allocations(sizes, measured["allocations"])}
-        except (UsageError, RuntimeError) as error:  # one configuration less; the others still count
-            result["failed"][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            print(f"{name:26s}  {result['failed'][name]}", flush=True)
-        free(device)
+        else:
+            run_one(name, settings, predictions[name], device, result)
+            free(device)
         result["seconds"] = time.monotonic() - started
         flags.output.parent.mkdir(parents=True, exist_ok=True)
         flags.output.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{len(result['rows'])} measured, {len(result['failed'])} failed, {len(result['left_out'])} left out, "
           f"{time.monotonic() - started:.0f} s: {flags.output}")
     return 1 if result["failed"] else 0
+
+
+def run_one(name: str, settings: dict[str, object], prediction: Prediction, device, result: dict[str, object]) -> None:
+    """Measure one configuration and add its row, or why it failed, to ``result``."""
+    config = config_of(settings)
+    try:
+        if isinstance(prediction.plan, str):
+            raise UsageError(prediction.plan)
+        measured = measure(config, device, record=name == SNAPSHOT_OF and device.type == "cuda")
+        row = row_of(name, settings, prediction.plan, measured)
+        if name in BY_CLASS:
+            seen = seconds_by_class(config, device)
+            row["seconds_by_class"] = {cls: {"predicted": prediction.by_class.get(cls), "measured": seconds}
+                                       for cls, seconds in sorted(seen.items(), key=lambda item: -item[1])}
+    except (UsageError, RuntimeError) as error:  # one configuration less; the others still count
+        result["failed"][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        print(f"{name:26s}  {result['failed'][name]}", flush=True)
+        return
+    result["rows"].append(row)
+    print_row(row)
+    if measured["allocations"]:
+        result["snapshot"] = {"of": name, **compare_allocations(prediction.sizes, measured["allocations"])}
 
 
 if __name__ == "__main__":

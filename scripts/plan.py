@@ -18,6 +18,7 @@ searches what can be chosen on one or several candidate devices and says what to
 says what 1, 2, 4, ..., 1024 devices would give.
 """
 
+import atexit
 import dataclasses
 import gc
 import json
@@ -85,7 +86,8 @@ class PlanFlags:
 
 
 def main(args: list[str]) -> int:
-    gc.disable()  # a short run, mostly imports, which collecting would make a quarter slower
+    gc.disable()  # a short run, mostly imports: collecting meanwhile and at the end would take a quarter of it
+    atexit.register(gc.freeze)
     before = args.index("--compare") if "--compare" in args else len(args)
     path, rest = take_flag(args[:before], "--config")
     names, rest = take_flags(rest, "--device")
@@ -261,11 +263,22 @@ def present_device() -> Device:
 
 
 def advice(config: TrainConfig, device: Device, num_devices: int) -> str:
-    """What would make a run fit that does not."""
-    found = alternatives.what_would_fit(config, device, num_devices)
-    if found is None:
-        return "Neither AMP, checkpointing, a smaller micro-batch nor doing without the weights' average makes it fit."
-    return f"It would fit with {found.flags}: {show_bytes(found.memory.device_used_bytes['mid'])} in use."
+    """What would make a run fit that does not, how much it then uses, and by how much it misses as asked."""
+    search = alternatives.what_would_fit(config, device, num_devices)
+
+    def used(each: alternatives.Alternative) -> str:
+        return f"with {each.flags}: {_range(each.memory.device_used_bytes, 'bytes')} in use"
+
+    misses = f"As asked it misses by {show_bytes(search.asked.missing_bytes)}"
+    if search.found is not None:
+        said = f"{misses}. It would fit {used(search.found)}."
+    elif search.closest is search.asked:
+        said = f"{misses}, and no setting of the planner's makes it smaller."
+    else:
+        still = "can be too little by" if search.closest.memory.verdict == "tight" else "still misses by"
+        said = (f"{misses}. Nothing makes it fit on {num_devices} x {device.name}: the closest, "
+                f"{search.closest.flags}, {still} {show_bytes(search.closest.missing_bytes)}.")
+    return said if search.spread is None else f"{said} Over more devices it would fit {used(search.spread)} on each."
 
 
 # ---- for people ----

@@ -247,7 +247,7 @@ def test_shared_memory_must_hold_the_micro_batches_under_way(config, monkeypatch
 @pytest.mark.parametrize("free, colour", [(499, "red"), (501, "amber"), (601, "green")])
 def test_free_disk_is_held_against_the_planned_files(config, folder, monkeypatch, free, colour):
     monkeypatch.setattr(preflight_checks.shutil, "disk_usage", lambda path: Usage(0, 0, free))
-    plan = plan_of(file_bytes=100, run_bytes=400)  # and one file more while it replaces the oldest
+    plan = plan_of(file_bytes=100, run_bytes=500)  # four files that stay, and one while it replaces the oldest
     check = preflight_checks.check_disk(config, folder, plan)
     assert check.colour == colour and ("--keep-last" in check.advice) == (colour != "green")
     assert preflight_checks.check_disk(config, folder, plan, writes=False).colour == "green"
@@ -255,7 +255,7 @@ def test_free_disk_is_held_against_the_planned_files(config, folder, monkeypatch
 
 def test_files_that_are_there_already_need_no_room(config, folder, monkeypatch):
     monkeypatch.setattr(preflight_checks.shutil, "disk_usage", lambda path: Usage(0, 0, 250))
-    plan = plan_of(file_bytes=100, run_bytes=400)
+    plan = plan_of(file_bytes=100, run_bytes=500)
     assert preflight_checks.check_disk(config, folder, plan).colour == "red"
     for step in (1, 2, 3):
         (folder.checkpoints / f"{step:07d}.pt").write_bytes(b"x" * 100)

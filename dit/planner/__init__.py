@@ -17,7 +17,7 @@ from dit.planner.catalogue import GIB, MIB, Device
 from dit.planner.hardware import attention_kernel
 from dit.planner.memory import MemoryPlan, plan_memory, rounded, summarize
 from dit.planner.spread import Shards
-from dit.planner.trace import StepTrace, Trace, trace_step
+from dit.planner.trace import CATEGORIES, TRACED_STEPS, StepTrace, Trace, trace_step
 
 SCHEMA = 1
 IMAGENET_SAMPLES = 1_281_167
@@ -52,7 +52,7 @@ def plan(config: TrainConfig, device: Device, num_devices: int = 1, *, num_sampl
     memory = memory_of(config, device, num_devices, step)
     steps, notes = _steps(config, num_samples)
     time, run, calibration, said = _time(config, device, num_devices, step, steps, price_per_device_hour, loader_rate)
-    checkpoint_bytes = _checkpoint_bytes(config)
+    checkpoint_bytes = _checkpoint_bytes(config, step)
     content = {
         "schema": SCHEMA,
         "config": to_tree(config),
@@ -91,8 +91,8 @@ def known_samples(config: TrainConfig) -> int | None:
     return sample_count(config)
 
 
-def traced(config: TrainConfig, device: Device, micro_batch: int) -> Trace:
-    """The trace of ``config``'s step as ``device`` would run it."""
+def traced(config: TrainConfig, device: Device, micro_batch: int, num_steps: int = TRACED_STEPS) -> Trace:
+    """The trace of ``config``'s step as ``device`` would run it, for ``num_steps`` steps."""
     dtype = autocast_dtype(config, device)
     if device.generation == "cpu":
         kind, kernel = "cpu", "math" if config.precision.attention == "math" else "flash_cpu"
@@ -103,7 +103,8 @@ def traced(config: TrainConfig, device: Device, micro_batch: int) -> Trace:
         kind = "cuda"
         head_size = shape.hidden_size // shape.num_heads
         kernel = attention_kernel(device, dtype or "fp32", head_size, config.precision.attention)
-    return trace_step(config, device_kind=kind, dtype=dtype, attention=kernel, micro_batch=micro_batch)
+    return trace_step(config, device_kind=kind, dtype=dtype, attention=kernel, micro_batch=micro_batch,
+                      num_steps=num_steps)
 
 
 def memory_of(config: TrainConfig, device: Device, num_devices: int, step: StepTrace) -> MemoryPlan:
@@ -112,7 +113,8 @@ def memory_of(config: TrainConfig, device: Device, num_devices: int, step: StepT
     shards = None
     if config.memory.parallel == "fsdp" and num_devices > 1:
         shards = Shards.of(config.shape, config.memory.shard_size or num_devices, 2 if config.precision.amp else 4)
-    return plan_memory(step, device, num_devices=num_devices, encodes=config.encodes_in_loop, shards=shards,
+    runs_vae = config.encodes_in_loop or (config.run.sample_every > 0 and config.vae != "none")
+    return plan_memory(step, device, num_devices=num_devices, encodes=runs_vae, shards=shards,
                        expandable_segments="expandable_segments:True" in settings.replace(" ", ""))
 
 
@@ -178,22 +180,29 @@ def _cpu_threads(num_processes: int) -> int:
     return int(os.environ.get("OMP_NUM_THREADS", cores))
 
 
-def _checkpoint_bytes(config: TrainConfig) -> int:
-    """Weights, two moments and the average, all fp32; the average's frozen entries are the weights' own."""
+def _checkpoint_bytes(config: TrainConfig, step: StepTrace) -> int:
+    """Weights and average in fp32 (the average's frozen entries are the weights' own), and the moments as traced."""
     shape, has_average = config.shape, config.optim.ema != "off"
-    trainable, entries = flops.trainable_parameters(shape), flops.state_dict_entries(shape)
-    numbers = flops.parameters(shape) + trainable * (2 + has_average)
-    return 4 * numbers + _BYTES_PER_RECORD * (entries + (entries - 1) * (3 + has_average))
+    entries = flops.state_dict_entries(shape)
+    events = step.events
+    moments = events.bytes[(events.category == CATEGORIES.index("optimizer")) & (events.step == 0)]
+    steps_on_host = 0 if config.optim.optimizer == "adamw" else entries - 1
+    records = entries + (entries - 1) * has_average + len(moments) + steps_on_host
+    numbers = flops.parameters(shape) + flops.trainable_parameters(shape) * has_average + steps_on_host
+    return 4 * numbers + int(moments.sum()) + _BYTES_PER_RECORD * records
 
 
 def _run_bytes(config: TrainConfig, steps: int, checkpoint_bytes: int) -> int:
-    """The run's folder at its end: the files that are kept, and the metrics."""
+    """The most that the run's folder takes: its checkpoint files and the metrics.
+
+    A file is written whole before the oldest one goes, so there is one more for a moment than are kept.
+    """
     run = config.run
-    saves = math.ceil(steps / run.ckpt_every)
-    kept = min(saves, run.keep_last) if run.keep_last else saves
+    before = math.ceil(steps / run.ckpt_every) - 1  # saves before the last one
+    kept = min(before, run.keep_last) if run.keep_last else before
     if run.keep_last and run.keep_every:
-        kept = min(saves, kept + steps // math.lcm(run.keep_every, run.ckpt_every))
-    return kept * checkpoint_bytes + steps * _METRICS_BYTES_PER_STEP
+        kept += (before - kept) * run.ckpt_every // math.lcm(run.keep_every, run.ckpt_every)
+    return (kept + 1) * checkpoint_bytes + steps * _METRICS_BYTES_PER_STEP
 
 
 # ---- notes ----
@@ -233,16 +242,18 @@ def _size(num_bytes: int) -> str:
 def _amp_costs(config: TrainConfig, device: Device, memory: MemoryPlan, micro_batch: int) -> int:
     """Bytes that AMP adds to the allocated peak, negative where it saves.
 
-    Blocks are alike, so models of two and three of them, which are traced in no time, tell it for every depth.
+    Blocks are alike, so models of two and three of them, which are traced in no time, tell it for every depth. The VAE
+    takes no part in it.
     """
-    if not config.precision.amp or memory.by_category["cast_copies"] < memory.by_category["activations"] / 8:
+    if (not config.precision.amp or memory.peak_phase == "encode"
+            or memory.by_category["cast_copies"] < memory.by_category["activations"] / 8):
         return 0
     peaks = {}
     for depth in (2, 3):
         for amp in (True, False):
             few = replace(config, depth=depth, amp=amp, amp_dtype=config.precision.amp_dtype if amp else "auto",
-                          ckpt_blocks=None)
-            step = traced(few, device, micro_batch).at(micro_batch)
+                          ckpt_blocks=None, sample_every=0, data="synthetic")
+            step = traced(few, device, micro_batch, num_steps=1).at(micro_batch)
             peaks[depth, amp] = summarize(step.events, rounded(step.events.bytes))["peak_allocated_bytes"]
     two, three = (peaks[depth, True] - peaks[depth, False] for depth in (2, 3))
     return two + (config.shape.depth - 2) * (three - two)

@@ -19,8 +19,8 @@ FORMAT = 2
 _PACKAGE = Path(__file__).resolve().parents[1]
 # What a step is made of. Another helper module of dit does not change a trace.
 _SOURCES = ("codec.py", "config.py", "diffusion.py", "ema.py", "host_ema.py", "local_shards.py", "low_bit.py",
-            "model.py", "optim.py", "step.py", "planner/emulation.py", "planner/kernels.py", "planner/record.py",
-            "planner/trace.py", "planner/tracing.py")
+            "model.py", "optim.py", "sampling.py", "step.py", "planner/emulation.py", "planner/kernels.py",
+            "planner/record.py", "planner/trace.py", "planner/tracing.py")
 
 
 def key(request: dict[str, object]) -> str:

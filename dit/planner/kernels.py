@@ -32,11 +32,19 @@ def internals(device_kind: str) -> Internal:
 def replacements(device_kind: str) -> dict[object, Callable]:
     """Stand-ins for operations that meta refuses, or whose result there has another layout than on the device."""
     return {aten._fused_sgd_.default: _nothing, aten.convolution.default: _convolution_result,
-            aten.native_group_norm.default: partial(_group_norm, device_kind == "cpu")}
+            aten.native_group_norm.default: partial(_group_norm, device_kind == "cpu"),
+            aten._to_copy.default: partial(_to_host, device_kind == "cpu")}
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
     """aten._fused_sgd_ writes in place and takes no memory."""
+
+
+def _to_host(is_there: bool, tensor: Tensor, *, device: torch.device | None = None, **kwargs: object) -> Tensor:
+    """A device's tensor copied to the host: nothing happens where the device is the host."""
+    if device is None or device.type != "cpu" or not tensor.is_meta:
+        return NotImplemented
+    return tensor.detach() if is_there else torch.empty(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
 
 
 def _convolution_result(*args: object, **kwargs: object) -> Tensor:

@@ -76,13 +76,27 @@ def _draw_step(axes, plan: Plan, device: Device) -> None:
 
 
 def _draw_alternatives(axes, config: TrainConfig, device: Device, num_devices: int) -> None:
+    from matplotlib.patches import Patch
+
     found = list(alternatives.compare_toggles(config, device, num_devices))
     used = [each.memory.device_used_bytes for each in found]
     mid = np.array([each["mid"] for each in used]) / GIB
     spread = np.abs(np.array([[each[end] for each in used] for end in ("low", "high")]) / GIB - mid)
     colours = {"fits": "#55a868", "tight": "#ccb974", "does_not_fit": "#c44e52"}
+    limit, top = device.memory_bytes / GIB, max(device.memory_bytes / GIB, (mid + spread[1]).max())
     axes.bar(range(len(found)), mid, yerr=spread, capsize=4, color=[colours[each.memory.verdict] for each in found])
-    axes.axhline(device.memory_bytes / GIB, color="black", linestyle="--", linewidth=1)
-    axes.text(len(found) - 0.5, device.memory_bytes / GIB, "the device's memory", ha="right", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(found)), [each.flags.replace("--", "") for each in found], fontsize=8)
-    axes.set(ylabel="in use on a device, GiB")
+    for place, height in enumerate(mid):
+        axes.text(place, 0.01 * top, f"{height:.1f}", ha="center", va="bottom", fontsize=8)
+    axes.axhline(limit, color="black", linestyle="--", linewidth=1)
+    axes.text(-0.45, limit + 0.01 * top, f"{device.name}: {limit:.0f} GiB", ha="left", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(found)), [_tick(each.flags) for each in found], fontsize=8)
+    axes.set(ylabel="in use on a device, GiB", ylim=(0, 1.12 * top),
+             title="same micro-batch, other settings" + (f", all over {num_devices}" if num_devices > 1 else ""))
+    axes.title.set_fontsize(9)
+    axes.legend(handles=[Patch(color=colour, label=name.replace("_", " ")) for name, colour in colours.items()],
+                loc="upper right", fontsize=7)
+
+
+def _tick(flags: str) -> str:
+    """What stands below a bar: one setting a line."""
+    return flags.replace("--", "").replace(" ckpt", "\nckpt") if "fsdp" not in flags else flags.replace("--", "")

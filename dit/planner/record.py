@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dit.planner.trace import CATEGORIES, COLUMNS, PHASES, Events, Op, Recording
@@ -32,7 +31,7 @@ class Recorder(TorchDispatchMode):
     """Events and operations of everything that runs inside the mode. Make one per run.
 
     ``internal`` adds the temporaries of kernels; ``replaced`` gives, by operation, a stand-in for kernels that refuse
-    meta. Operations are recorded while ``records_ops`` is set.
+    meta; one that returns NotImplemented leaves the call alone. Operations are recorded while ``records_ops`` is set.
     """
 
     def __init__(self, internal: Internal, replaced: dict[object, Callable]):
@@ -169,13 +168,15 @@ class Recorder(TorchDispatchMode):
     # ---- operations ----
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if types and not all(kind in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # what a tensor of several others is made of comes here by itself
         kwargs = kwargs or {}
         result = self._run(func, args, kwargs)
         module = self._current_module()
         if func is torch.ops.aten.add.Tensor and self._is_engine_sum(args):
             self._sum_in_place(args[0], result)
             func = torch.ops.aten.add_.Tensor
-        outputs = [result] if isinstance(result, Tensor) else [o for o in tree_leaves(result) if isinstance(o, Tensor)]
+        outputs = _tensors(result)
         for output in outputs:
             self._watch(output, module)
         taken = self._internal(func, args, kwargs, outputs)
@@ -197,7 +198,9 @@ class Recorder(TorchDispatchMode):
         """The operation's result. What it looks like is computed once per operation and arguments: blocks and steps
         repeat."""
         if func in self._replaced:
-            return self._replaced[func](*args, **kwargs)
+            result = self._replaced[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if not _is_pure(func):
             return func(*args, **kwargs)
         try:
@@ -216,8 +219,7 @@ class Recorder(TorchDispatchMode):
     def _aliases(self, result: object) -> bool:
         """Whether a result lies in memory that was there before, whatever the operation's schema says
         (_unsafe_view)."""
-        tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        return any(tensor.untyped_storage()._cdata in self._alive for tensor in tensors)
+        return any(tensor.untyped_storage()._cdata in self._alive for tensor in _tensors(result))
 
     def _current_module(self) -> int:
         if self._stack:
@@ -230,7 +232,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func, args, kwargs, result, outputs: list[Tensor], module: int) -> None:
         name, is_view, flops_of = self._facts_of(func)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_meta]
+        inputs = [tensor for tensor in _tensors(*args, *kwargs.values()) if tensor.is_meta]
         outputs = [tensor for tensor in outputs if tensor.is_meta]
         if not inputs and not outputs:
             return
@@ -274,6 +276,17 @@ class Recorder(TorchDispatchMode):
         columns = {name: values[name].astype(dtype) for name, dtype in COLUMNS.items()}
         events = Events(columns, tuple(self._module_names), tuple(self._spans))
         return Recording(micro_batch, events, tuple(self._op_index), np.array(self._op_sequence, dtype=np.int32))
+
+
+def _tensors(*values: object) -> list[Tensor]:
+    """The tensors among ``values`` and in their lists: what torch.utils._pytree does, many times faster."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(*value)
+    return found
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -101,6 +101,9 @@ def _gathered(events: Events, shards: Shards) -> Iterable[Row]:
             yield Row(forward[1], backward[2], 4 * others, "forward", "parameters", step)
             yield Row(forward[1], forward[2], weights, "forward", "temporaries", step)
             yield Row(backward[1], backward[2], weights + sending, "backward", "temporaries", step)
+        for _, start, stop, _ in (span for span in spans if span[3] == step and span[0] == "sample"):
+            yield Row(start, stop, 4 * others, "sample", "parameters", step)
+            yield Row(start, stop, weights, "sample", "temporaries", step)
         if len(backwards) > 1:
             yield Row(backwards[0][1], backwards[-1][2], whole, "backward", "gradients", step)
         yield Row(backwards[-1][1], updates[0][2], -(-whole // devices), "backward", "gradients", step)

@@ -141,6 +141,9 @@ class Trace:
         events = self.recording.events
         if self.is_affine:
             slope, base = np.divmod(np.abs(events.bytes), SYMBOL)
+            if drawn := _drawn(events):  # a few images at a time, whatever the micro-batch
+                fixed = np.isin(events.tensor, drawn)
+                slope, base = np.where(fixed, 0, slope), np.where(fixed, np.abs(events.bytes), base)
             size = np.sign(events.bytes) * (base + slope * micro_batch)
             return Events({**events.columns, "bytes": size}, events.modules, events.spans)
         assert self.recording.micro_batch == micro_batch, f"recorded at {self.recording.micro_batch} only"
@@ -163,6 +166,11 @@ class Trace:
         return ops[:last[-1] + 1] + repeated * extra + ops[last[-1] + 1:]
 
 
+def _drawn(events: Events) -> list[int]:
+    """Tensors made where samples are drawn."""
+    return events.tensor[(events.phase == PHASES.index("sample")) & (events.bytes > 0)].tolist()
+
+
 def _op_at(op: Op, micro_batch: int) -> Op:
     """An operation recorded at SYMBOL, at ``micro_batch``. Multi-tensor operations do not depend on it."""
     if op.num_tensors > 1:
@@ -181,7 +189,7 @@ def _op_at(op: Op, micro_batch: int) -> Op:
 
 
 def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, attention: str, micro_batch: int,
-          use_cache: bool = True) -> Trace:
+               num_steps: int = TRACED_STEPS, use_cache: bool = True) -> Trace:
     """The trace of ``config``'s step on a kind of device, from the cache or made now (which needs torch and seconds).
 
     Args:
@@ -189,6 +197,7 @@ def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, atte
         dtype: what autocast computes in: None (no autocast), "bf16" or "fp16".
         attention: the kernel: "flash", "efficient", "cudnn" or "math" on cuda, "flash_cpu" or "math" on cpu.
         micro_batch: what the trace will be asked for. It matters only where the step is not affine in it.
+        num_steps: 1 is quicker, where only the level of memory matters and not the operations.
     """
     from dit.planner import cache
 
@@ -203,11 +212,16 @@ def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, atte
         "unfused": config.precision.attention == "math", "device_kind": device_kind, "dtype": dtype,
         "attention": attention,
     }
+    if config.run.sample_every:
+        request["decodes"] = config.vae
+    if num_steps != TRACED_STEPS:
+        request["num_steps"] = num_steps
     found = cache.load(request, config.memory.grad_accum) if use_cache else None
     if found is None:
         from dit.planner.tracing import record
 
-        recording = record(config, recorded, device_kind=device_kind, dtype=dtype, attention=attention)
+        recording = record(config, recorded, device_kind=device_kind, dtype=dtype, attention=attention,
+                           num_steps=num_steps)
         found = Trace(request, recording, config.memory.grad_accum)
         if use_cache:
             cache.save(found)

@@ -23,16 +23,10 @@ from check_memory import CONFIGURATIONS, PEAK_TOLERANCE, PHASE_TOLERANCE, check,
 from check_public import PUBLIC, published  # noqa: E402
 
 SMALL = dict(data="synthetic", model="custom", depth=3, hidden_size=192, num_heads=3, patch_size=2, image_size=128)
+pytestmark = pytest.mark.usefixtures("own_cache")
 A100 = find_device("A100-SXM4-80GB")
 QUICK = ["fp32, batch 2", "ckpt 1 of 3", "accumulation 3", "foreach", "clip", "no average", "fixed variance",
          "math attention", "digits ckpt", "VAE", "VAE by 3", "bf16, batch 1"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def small(**changes) -> TrainConfig:

@@ -20,13 +20,7 @@ SMALL = dict(data="synthetic", model="custom", depth=2, hidden_size=96, num_head
              global_batch_size=8, max_steps=100)
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 A100 = find_device("A100-SXM4-80GB")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def small(**changes) -> TrainConfig:
@@ -85,34 +79,93 @@ def test_notes_say_what_compiling_is_and_what_amp_costs():
     assert not any("AMP costs" in note for note in plan(small(amp=True, global_batch_size=512), A100).content["notes"])
 
 
-def test_checkpoint_bytes_are_those_of_a_file(tmp_path):
+@pytest.mark.parametrize("changes", [{}, dict(ema="off"), dict(ema="host", optimizer="adamw-foreach"),
+                                     dict(optimizer="adamw-8bit"), dict(optimizer="adamw-4bit")])
+def test_checkpoint_bytes_are_those_of_a_file(changes, tmp_path):
     import torch
 
-    from dit.model import build_model
+    from dit import checkpoint
+    from dit.codec import build_codec
+    from dit.precision import resolve
+    from dit.saving import state_of
+    from dit.step import build_parts
 
-    config = small()
-    model = build_model(config.shape)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    average = {name: value if name == "pos_embed" else value.clone() for name, value in model.state_dict().items()}
-    torch.save({"model": model.state_dict(), "ema": average, "opt": optimizer.state_dict()}, tmp_path / "file.pt")
+    if changes.get("optimizer", "").endswith("bit"):
+        pytest.importorskip("torchao")
+    config, cpu = small(**changes), torch.device("cpu")
+    parts = build_parts(config, cpu, build_codec("none"), resolve(config, cpu))
+    checkpoint.save(tmp_path / "0000001.pt", state_of(config, parts, 1))
     planned = plan(config, A100).content["disk"]["checkpoint_bytes"]
-    assert planned == pytest.approx((tmp_path / "file.pt").stat().st_size, rel=0.02)
+    assert planned == pytest.approx((tmp_path / "0000001.pt").stat().st_size, rel=0.02)
+
+
+@pytest.mark.parametrize("changes", [dict(keep_last=3), dict(keep_last=0), dict(keep_last=9), dict(keep_last=10),
+                                     dict(keep_last=2, keep_every=30)])
+def test_the_folder_has_room_for_a_new_file_beside_those_that_are_kept(changes, tmp_path):
+    """Files written and deleted in the order of a real run; the most that there are at any moment."""
+    from dit import checkpoint
+
+    config, most = small(ckpt_every=10, **changes), 0
+    for step in range(10, 101, 10):
+        checkpoint.path_of(tmp_path, step).write_bytes(b"")
+        most = max(most, len(list(tmp_path.iterdir())))
+        checkpoint.prune(tmp_path, step, config.run.keep_last, config.run.keep_every)
+    disk = plan(config, A100).content["disk"]
+    assert disk["run_bytes"] // disk["checkpoint_bytes"] == most
 
 
 # ---- alternatives ----
 
-def test_advice_is_the_cheapest_that_fits():
-    config = small(global_batch_size=512, image_size=256)
-    need = {flags: found.memory for flags, found in
-            ((each.flags, each) for each in alternatives.compare_toggles(config, A100, 1))}
-    between = need["--amp"].device_used_bytes["high"] + (1 << 20)
-    assert between < need["fp32"].device_used_bytes["low"]
-    found = alternatives.what_would_fit(config, dataclasses.replace(A100, memory_bytes=between), 1)
-    assert found.flags == "--amp" and found.memory.verdict == "fits"
-    assert alternatives.what_would_fit(config, custom_device(GIB // 4), 1) is None
+LARGE = dict(hidden_size=768, num_heads=12, depth=4, image_size=32, global_batch_size=2)  # weights, hardly activations
+ACTIVE = dict(image_size=256, global_batch_size=512)  # the other way round
+
+
+def just_enough(config: TrainConfig, num_devices: int = 1):
+    """An A100 on which exactly this would fit."""
+    memory = alternatives.plan_of(config, A100, num_devices)
+    return dataclasses.replace(A100, memory_bytes=memory.device_used_bytes["high"] + (1 << 20))
+
+
+@pytest.mark.parametrize("changes, flags, num_devices", [
+    (ACTIVE, dict(amp=True), 1), (ACTIVE, dict(ckpt=True), 1), (ACTIVE, dict(amp=True, ckpt=True), 1),
+    (ACTIVE | dict(amp=True, ckpt=True), dict(grad_accum=4), 1), (LARGE, dict(ema="host"), 1),
+    (LARGE, dict(parallel="fsdp"), 2), (LARGE | dict(ema="off"), dict(optimizer="adamw-8bit"), 1),
+    (LARGE | dict(global_batch_size=1), dict(ema="host", optimizer="adamw-8bit"), 1),
+])
+def test_what_would_fit_is_found_and_named(changes, flags, num_devices):
+    config = small(**changes)
+    device = just_enough(replace(config, **flags), num_devices)
+    search = alternatives.what_would_fit(config, device, num_devices)
+    assert search.asked.memory.verdict != "fits" and search.asked.missing_bytes > 0
+    assert search.found.fits and search.found == search.closest
+    assert search.found.memory.device_used_bytes["high"] < device.memory_bytes
+    for name, value in flags.items():
+        said = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        assert said in search.found.flags
+
+
+def test_the_cheaper_of_two_that_fit_is_taken():
+    config = small(**ACTIVE)
+    device = just_enough(replace(config, amp=True))
+    assert alternatives.what_would_fit(config, device, 1).found.flags == "--amp"
+    on_fp16 = small(**ACTIVE, attention="efficient", amp=True, ckpt=True)  # what is on already is not advised
+    found = alternatives.what_would_fit(on_fp16, just_enough(replace(on_fp16, grad_accum=2)), 1).found
+    assert found.flags == "--grad-accum 2"
+
+
+def test_where_one_device_is_too_small_the_number_that_is_enough_is_named():
+    config = small(**LARGE | dict(depth=12, hidden_size=1536, global_batch_size=8, amp=True, ckpt=True))
+    device = just_enough(replace(config, parallel="fsdp"), 8)
+    search = alternatives.what_would_fit(config, device, 1)
+    assert search.found is None and search.closest.missing_bytes > 0
+    assert search.closest.memory.device_used_bytes["high"] < search.asked.memory.device_used_bytes["high"]
+    assert search.spread.fits and search.spread.flags == "--parallel fsdp --num-devices 8"
+
+
+def test_nothing_fits_and_the_closest_says_by_how_much():
+    search = alternatives.what_would_fit(small(), custom_device(GIB // 4), 1)
+    assert search.found is None and search.spread is None
+    assert 0 < search.closest.missing_bytes < search.asked.missing_bytes
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():
