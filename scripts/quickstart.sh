@@ -5,6 +5,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$project"
 run_dir=${RUN_DIR:-results/quickstart}
+started=$SECONDS
 config=configs/digits.toml
 
 step() { printf '\n== %s\n' "$1"; }
@@ -25,8 +26,10 @@ step "5/5  sample and evaluate"
 newest=$(ls "$run_dir"/checkpoints/*.pt | sort | tail -n 1)
 python scripts/evaluate.py --ckpt "$newest" --grid "$run_dir/samples/grid.png"
 
+took=$((SECONDS - started))
 cat <<END
 
+took:     $((took / 60)) min $((took % 60)) s after the installation
 report:   $project/$run_dir/report.html
 picture:  $project/$run_dir/samples/grid.png
 next:     python sample.py --ckpt $newest --classes 3 7 --num-per-class 8 --cfg-scale 2
