@@ -7,15 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from dit.codec import build_codec
 from dit.config import TrainConfig, replace
 from dit.planner import memory_of, traced
 from dit.planner.allocator import simulate
 from dit.planner.catalogue import GIB
+from dit.planner.emulation import MetaPrecision, MetaScaler
 from dit.planner.hardware import cpu_device, custom_device, find_device
+from dit.planner.kernels import internals, replacements
 from dit.planner.memory import plan_memory, rounded, summarize
+from dit.planner.record import Recorder
 from dit.planner.spread import Shards, with_buckets, with_shards
 from dit.planner.trace import CATEGORIES, PHASES, Events
+from dit.saving import named_tensors, state_of
+from dit.step import build_parts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -26,7 +33,8 @@ SMALL = dict(data="synthetic", model="custom", depth=3, hidden_size=192, num_hea
 pytestmark = pytest.mark.usefixtures("own_cache")
 A100 = find_device("A100-SXM4-80GB")
 QUICK = ["fp32, batch 2", "ckpt 1 of 3", "accumulation 3", "foreach", "clip", "no average", "fixed variance",
-         "math attention", "digits ckpt", "VAE", "VAE by 3", "bf16, batch 1"]
+         "math attention", "digits ckpt", "VAE", "VAE by 3", "bf16, batch 1", "8 bits", "average on the host",
+         "samples of pixels", "samples by the VAE in the loop"]
 
 
 def small(**changes) -> TrainConfig:
@@ -45,12 +53,15 @@ def plan_of(config: TrainConfig, micro_batch: int = 16, device=A100, num_devices
 
 @pytest.mark.parametrize("name", QUICK)
 def test_planned_bytes_are_those_of_real_steps(name, tmp_path):
+    if "bits" in name:
+        pytest.importorskip("torchao")
     write_tiny_vae(tmp_path)
     result = check(name, *settings(name, tmp_path))
     assert result.ratio == pytest.approx(1, abs=PEAK_TOLERANCE)
     phase, ratio = result.worst_phase
     assert ratio == pytest.approx(1, abs=PHASE_TOLERANCE), phase
-    assert {"data", "encode", "forward", "backward", "optimizer", "ema"} == set(result.measured_phases)
+    drawn = {"sample"} if name.startswith("samples") else set()
+    assert {"data", "encode", "forward", "backward", "optimizer", "ema"} | drawn == set(result.measured_phases)
 
 
 def test_the_whole_matrix_has_forty_configurations():
@@ -115,6 +126,53 @@ def test_between_mid_and_high_it_is_tight():
 def test_where_it_runs_out_is_named():
     plan = plan_of(small(), 512, custom_device(GIB))
     assert plan.verdict == "does_not_fit" and plan.oom_phase in PHASES
+
+
+# ---- samples, moments and averages ----
+
+def drawing(**changes) -> TrainConfig:
+    return small(**dict(vae="none", image_size=32, sample_every=10) | changes)
+
+
+def test_samples_are_a_phase_of_runs_that_draw_them_and_change_no_other():
+    without, with_them = plan_of(drawing(sample_every=0), 2), plan_of(drawing(), 2)
+    assert "sample" not in without.by_phase
+    assert with_them.by_phase["sample"] > with_them.by_phase["save"]
+    assert {name: size for name, size in with_them.by_phase.items() if name != "sample"} == without.by_phase
+    assert step_of(drawing(), 2).ops == step_of(drawing(sample_every=0), 2).ops
+
+
+def test_samples_can_be_the_peak_and_do_not_depend_on_the_micro_batch():
+    plans = [plan_of(drawing(image_size=128, depth=1, attention="math", num_classes=10), batch) for batch in (2, 3)]
+    assert plans[0].peak_phase == "sample" and plans[0].peak_allocated_bytes == plans[0].by_phase["sample"]
+    assert plans[0].by_phase["sample"] == plans[1].by_phase["sample"]
+
+
+def test_the_vae_that_decodes_is_there_all_the_time(tmp_path):
+    write_tiny_vae(tmp_path)
+    latents = [plan_of(drawing(image_size=128, vae=str(tmp_path), sample_every=every), 2) for every in (0, 10)]
+    assert latents[0].by_category["vae"] == 0 < latents[1].by_category["vae"]
+    assert latents[1].by_phase["save"] - latents[0].by_phase["save"] == latents[1].by_category["vae"]
+
+
+def test_a_save_makes_no_copies_on_the_device():
+    """What a checkpoint file is made of are the live tensors, which go to the host as they are."""
+    meta, config = torch.device("meta"), small(depth=1)
+    scaler = MetaScaler(False, meta)
+    scaler.state_dict = dict
+    with Recorder(internals("cuda"), replacements("cuda")) as recorder:
+        parts = build_parts(config, meta, build_codec("none"), MetaPrecision(None, scaler))
+        before = len(recorder.finish(1).events)
+        copies = [tensor.to("cpu") for _, tensor in named_tensors(state_of(config, parts, 1)) if tensor.is_meta]
+        assert len(copies) > 100 and len(recorder.finish(1).events) == before
+
+
+@pytest.mark.parametrize("optimizer, bytes_each", [("adamw-8bit", 2 + 8 / 256), ("adamw-4bit", 1 + 8 / 128)])
+def test_low_bit_moments_and_an_average_on_the_host_are_saved_on_a_gpu(optimizer, bytes_each):
+    wide = dict(hidden_size=768, num_heads=12, image_size=32)
+    whole, less = plan_of(small(**wide), 2), plan_of(small(**wide, optimizer=optimizer, ema="host"), 2)
+    assert less.by_category["optimizer"] / whole.by_category["optimizer"] == pytest.approx(bytes_each / 8, rel=0.03)
+    assert less.by_category["ema"] == 0 < whole.by_category["ema"]
 
 
 # ---- DDP ----
@@ -183,11 +241,11 @@ def test_whole_gradients_live_through_an_accumulation():
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_shards_leave_a_valid_sequence(accumulation):
-    config = small(grad_accum=accumulation, amp=True, ckpt=True)
+    config = drawing(grad_accum=accumulation, amp=True, ckpt=True)
     events = with_shards(step_of(config, 2).events, Shards.of(config.shape, 4, 2))
     is_valid(events)
     levels = np.cumsum(events.bytes)
-    ends = {step: stop for _, _, stop, step in events.spans}
+    ends = {step: stop for phase, _, stop, step in events.spans if PHASES[phase] == "ema"}
     assert levels[ends[2] - 1] == levels[ends[3] - 1]
 
 
