@@ -86,8 +86,6 @@ class PlanFlags:
 
 
 def main(args: list[str]) -> int:
-    gc.disable()  # a short run, mostly imports: collecting meanwhile and at the end would take a quarter of it
-    atexit.register(gc.freeze)
     before = args.index("--compare") if "--compare" in args else len(args)
     path, rest = take_flag(args[:before], "--config")
     names, rest = take_flags(rest, "--device")
@@ -371,4 +369,6 @@ def _hours(values: Mapping[str, float | None]) -> str:
 
 
 if __name__ == "__main__":
+    gc.disable()  # a short run, mostly imports: collecting meanwhile and at the end would take a quarter of it
+    atexit.register(gc.freeze)
     run(main)
