@@ -71,8 +71,9 @@ def published(rows: list[dict[str, str]]) -> Iterator[Published]:
         if not config.encodes_in_loop:
             first = next(start for phase, start, _, _ in events.spans if PHASES[phase] == "data")
             events = inserted(events, [(first, VAE_BYTES, "build")], "vae")
-        plan = plan_memory(replace(step, events=events), device, num_devices=devices, encodes=config.encodes_in_loop,
-                           under_ddp=bool(row["num_gpus"]), gradients_are_bucket_views=False)
+        plan = plan_memory(replace(step, events=events, trace=None), device, num_devices=devices,
+                           encodes=config.encodes_in_loop, under_ddp=bool(row["num_gpus"]),
+                           gradients_are_bucket_views=False)
         figure = int(float(row["peak_mem_mib"]) * MIB) if row["peak_mem_mib"] else None
         yield Published(row["id"], figure, plan)
 

@@ -8,6 +8,7 @@ from dit.config_checks import validate
 from dit.planner import flops, memory_of, traced
 from dit.planner.catalogue import Device
 from dit.planner.memory import MemoryPlan
+from dit.planner.trace import Trace, is_affine
 
 LARGEST_MICRO_BATCH = 1 << 16
 MOST_DEVICES = 1024
@@ -212,8 +213,14 @@ def largest_micro_batch(config: TrainConfig, device: Device, num_devices: int = 
 
     ``config``'s own batch does not matter. Memory never falls as the micro-batch grows, which the search relies on.
     """
+    affine: list[Trace] = []  # one serves nearly every micro-batch, with what was replayed of it
+
     def memory(micro_batch: int) -> MemoryPlan:
-        return memory_of(config, device, num_devices, traced(config, device, micro_batch).at(micro_batch))
+        if affine and is_affine(config, micro_batch):
+            return memory_of(config, device, num_devices, affine[0].at(micro_batch))
+        trace = traced(config, device, micro_batch)
+        affine[:] = [trace] if trace.is_affine else affine
+        return memory_of(config, device, num_devices, trace.at(micro_batch))
 
     low, best = 0, None
     high = LARGEST_MICRO_BATCH

@@ -6,7 +6,7 @@ serve them. *Device-used* adds what no allocator shows: the driver's context, lo
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,16 +82,81 @@ def plan_memory(step: StepTrace, device: Device, *, num_devices: int = 1, encode
     one device too. ``gradients_are_bucket_views`` is DDP's gradient_as_bucket_view, which this project sets.
     ``shards`` says how FSDP spreads the model, instead of DDP.
     """
-    events = step.events
     under_ddp = num_devices > 1 if under_ddp is None else under_ddp
-    if shards is not None:
-        events = with_shards(events, shards)
-    elif under_ddp:
-        events = with_buckets(events, gradients_are_bucket_views)
+
+    def on_device(events: Events) -> Events:
+        if shards is not None:
+            events = with_shards(events, shards)
+        elif under_ddp:
+            events = with_buckets(events, gradients_are_bucket_views)
+        return events if device.generation == "cpu" else with_workspaces(events, device.cublas_workspace_bytes)
+
+    events = on_device(step.events)
     if device.generation == "cpu":
         return _on_cpu(events, device, num_devices)
-    events = with_workspaces(events, device.cublas_workspace_bytes)
-    return _on_gpu(events, device, under_ddp, encodes, expandable_segments)
+    key = shards, under_ddp, gradients_are_bucket_views, device.cublas_workspace_bytes, expandable_segments
+    sizes = Sizes(step, on_device, key, expandable_segments)
+    return _on_gpu(events, device, under_ddp, encodes, sizes, step.micro_batch)
+
+
+class Sizes:
+    """Bytes of tensors and of the allocator's segments at any micro-batch of a trace, as ``on_device`` changes it."""
+
+    def __init__(self, step: StepTrace, on_device: Callable[[Events], Events], key: tuple, expandable_segments: bool):
+        self._step, self._on_device, self._key, self.expandable_segments = step, on_device, key, expandable_segments
+        self._replayed = {} if step.trace is None else step.trace.memo
+
+    def allocated(self, micro_batch: int) -> int:
+        """Highest bytes of tensors."""
+        return int(np.cumsum(rounded(self._events(micro_batch).bytes)).max())
+
+    def reserved(self, micro_batch: int) -> int:
+        """Highest bytes of segments, found by a replay, whose result is kept with the trace."""
+        key = self._key, micro_batch
+        if key not in self._replayed:
+            events = self._events(micro_batch)
+            replayed = simulate(events_of(events), expandable_segments=self.expandable_segments)
+            self._replayed[key] = replayed.peak_reserved_bytes
+        return self._replayed[key]
+
+    def needed(self, margin: float, share: float) -> int:
+        """Bytes in the allocator that no larger micro-batch needs less of; ``margin`` on allocated, ``share`` of the
+        difference to reserved.
+
+        A replay as such is not monotone: XL/2 with AMP and checkpointing reserves 14.69 GiB at 6 images, 14.02 at 9
+        and 13.87 at 20, because tensors of 1 to 10 MiB share segments of 20 MiB and larger ones get their own, and
+        because cached segments of activations serve the gradients. So it is replayed at 1, 2, 3, 4, 6, 8, 12, 16, ...
+        images; between two of them reserved over allocated is taken as the larger one's of both, while allocated bytes
+        grow; and the highest figure on the way to the micro-batch counts. A trace that holds for one micro-batch only
+        is replayed there alone. In six models at 2 to 128 images this is 0.88 to 1.08 of the very batch's replay, in
+        the middle 1.00.
+        """
+        last = self._step.micro_batch
+        if self._step.trace is None:
+            return int(self.allocated(last) * self._factor(last, margin, share))
+        points = sorted({2**power * times // 2 for power in range(last.bit_length() + 1) for times in (2, 3)})
+        factors = {point: self._factor(point, margin, share) for point in points if point <= last}
+        needed = [self.allocated(point) * factor for point, factor in factors.items()]
+        for point, following in zip(points, points[1:], strict=False):
+            end = min(following - 1, last)
+            if point < end:
+                ahead = factors.get(following) or self._factor(following, margin, share)
+                needed.append(self.allocated(end) * max(factors[point], ahead))
+        return int(max(needed))
+
+    def _factor(self, micro_batch: int, margin: float, share: float) -> float:
+        """What is needed over what is allocated."""
+        return margin + (self.reserved(micro_batch) / self.allocated(micro_batch) - 1) * share
+
+    def _events(self, micro_batch: int) -> Events:
+        if micro_batch == self._step.micro_batch:
+            return self._on_device(self._step.events)
+        return self._on_device(self._step.trace.events_at(micro_batch))
+
+
+def events_of(events: Events) -> np.ndarray:
+    """Tensor and signed bytes of each event, as the allocator's replay takes them."""
+    return np.stack([events.tensor, events.bytes], axis=1)
 
 
 def _on_cpu(events: Events, device: Device, num_processes: int) -> MemoryPlan:
@@ -103,24 +168,25 @@ def _on_cpu(events: Events, device: Device, num_processes: int) -> MemoryPlan:
                       device_used_bytes=used, memory_bytes=device.memory_bytes, events=events, **peak)
 
 
-def _on_gpu(events: Events, device: Device, under_ddp: bool, encodes: bool, expandable_segments: bool) -> MemoryPlan:
+def _on_gpu(events: Events, device: Device, under_ddp: bool, encodes: bool, sizes: Sizes,
+            micro_batch: int) -> MemoryPlan:
+    """``peak_reserved_bytes`` is what a run at this very micro-batch shows; what a device needs never falls with it."""
     peak = summarize(events, rounded(events.bytes))
     outside = [context + nccl * under_ddp for context, nccl in zip(device.context_bytes, NCCL_BYTES, strict=True)]
     workspace = [size * encodes for size in CUDNN_WORKSPACE_BYTES]
-    pairs = np.stack([events.tensor, events.bytes], axis=1)
-    free = simulate(pairs, expandable_segments=expandable_segments)
-    reserved, retries, oom_phase = free.peak_reserved_bytes, 0, None
+    pairs = events_of(events)
+    reserved, retries, oom_phase = sizes.reserved(micro_batch), 0, None
     capacity = device.memory_bytes - outside[1] - workspace[1]
-    if reserved > capacity:
-        tight = simulate(pairs, capacity_bytes=max(capacity, 0), expandable_segments=expandable_segments)
+    used = {name: sizes.needed(margin, share) + outside[index] + workspace[index]
+            for index, (name, margin, share) in enumerate(zip(_ENDS, ALLOCATED_MARGIN, FRAGMENTATION, strict=True))}
+    if max(reserved, used["mid"] - outside[1] - workspace[1]) > capacity:
+        tight = simulate(pairs, capacity_bytes=max(capacity, 0), expandable_segments=sizes.expandable_segments)
         retries = tight.num_retries
         if tight.oom is None:
-            reserved = tight.peak_reserved_bytes
+            reserved = min(reserved, tight.peak_reserved_bytes)
+            used |= {name: min(used[name], device.memory_bytes) for name in ("low", "mid")}
         else:
             oom_phase = PHASES[events.phase[tight.oom.event]]
-    allocated = peak["peak_allocated_bytes"]
-    used = {name: int(allocated * margin + (reserved - allocated) * share) + outside[index] + workspace[index]
-            for index, (name, margin, share) in enumerate(zip(_ENDS, ALLOCATED_MARGIN, FRAGMENTATION, strict=True))}
     return MemoryPlan(verdict=_verdict(used, device.memory_bytes, retries > 0 or oom_phase is not None),
                       peak_reserved_bytes=reserved, device_used_bytes=used, num_retries=retries, oom_phase=oom_phase,
                       memory_bytes=device.memory_bytes, events=events, **peak)

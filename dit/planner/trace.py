@@ -6,7 +6,7 @@ real step (``dit.planner.tracing``) gives both numbers. Neither torch nor a GPU 
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -101,6 +101,8 @@ class StepTrace:
     micro_batch: int
     events: Events
     ops: list[Op]
+    trace: "Trace | None" = field(default=None, repr=False, compare=False)
+    """Where the same step has its events at other micro-batches, if it has."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class Trace:
     request: dict[str, object]
     recording: Recording
     accumulation: int = 1
+    memo: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
+    """What was computed from this trace, by what it depends on besides."""
 
     @property
     def is_affine(self) -> bool:
@@ -134,7 +138,7 @@ class Trace:
         """The trace at ``micro_batch``."""
         table = self.op_table_at(micro_batch)
         ops = self._accumulated([table[index] for index in self.recording.op_sequence])
-        return StepTrace(micro_batch, self.events_at(micro_batch), ops)
+        return StepTrace(micro_batch, self.events_at(micro_batch), ops, self if self.is_affine else None)
 
     def events_at(self, micro_batch: int) -> Events:
         """The events at ``micro_batch``."""
@@ -201,7 +205,7 @@ def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, atte
     """
     from dit.planner import cache
 
-    recorded = SYMBOL if _is_affine(config, micro_batch) else micro_batch
+    recorded = SYMBOL if is_affine(config, micro_batch) else micro_batch
     request = {
         "shape": asdict(config.shape), "image_hw": config.image_hw, "micro_batch": recorded,
         "vae": config.vae if config.encodes_in_loop else None,
@@ -228,7 +232,7 @@ def trace_step(config: TrainConfig, *, device_kind: str, dtype: str | None, atte
     return found
 
 
-def _is_affine(config: TrainConfig, micro_batch: int) -> bool:
+def is_affine(config: TrainConfig, micro_batch: int) -> bool:
     """Not where the VAE takes its images in pieces (whose number depends on the batch), nor for a single image."""
     chunk = config.data.encode_chunk
     return micro_batch > 1 and not (config.encodes_in_loop and 0 < chunk < micro_batch)

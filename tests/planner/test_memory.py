@@ -268,6 +268,47 @@ def test_less_checkpointing_never_needs_less():
     assert peaks == sorted(peaks) and peaks[0] < 0.7 * peaks[-1]
 
 
+PRESETS = [dict(model="DiT-S/4"), dict(model="DiT-XL/2", amp=True, ckpt=True)]
+
+
+def preset(**changes) -> TrainConfig:
+    return replace(TrainConfig(), data="synthetic", **changes)
+
+
+def never_less(plans, at_least: float = 1.0) -> None:
+    for before, after in zip(plans, plans[1:]):
+        for end in ("low", "mid", "high"):
+            assert after.device_used_bytes[end] >= at_least * before.device_used_bytes[end], end
+        assert after.peak_allocated_bytes >= at_least * before.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("changes", [PRESETS[0], PRESETS[1] | dict(depth=5)])
+def test_more_images_never_need_more_than_yet_more_on_a_device(changes):
+    """The allocator's replay falls here and there (asserted, or this would test nothing); what is needed does not."""
+    config, batches = preset(**changes), (*range(2, 34), 37, 41, 48, 50, 57, 63, 64)
+    trace = traced(config, A100, 2)
+    plans = [memory_of(config, A100, 1, trace.at(batch)) for batch in batches]
+    never_less([plan_of(config, 1), *plans])
+    replayed = [plan.peak_reserved_bytes for plan in plans]
+    assert replayed != sorted(replayed)
+    ratios = [(plan.device_used_bytes["mid"] - A100.context_bytes[1]) / plan.peak_reserved_bytes for plan in plans]
+    assert min(ratios) > 0.85 and max(ratios) < 1.1 and sorted(ratios)[len(ratios) // 2] == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("changes", PRESETS)
+@pytest.mark.parametrize("batch", [2, 6, 32])
+def test_more_blocks_never_need_less_on_a_device(changes, batch):
+    never_less([plan_of(preset(**changes, depth=depth), batch) for depth in (1, 2, 3, 5)])
+
+
+@pytest.mark.parametrize("changes", [PRESETS[0] | dict(depth=4), PRESETS[1] | dict(depth=4)])
+@pytest.mark.parametrize("batch", [2, 6, 32])
+def test_less_checkpointing_never_needs_less_on_a_device(changes, batch):
+    config = preset(**changes | dict(ckpt=True))
+    fewer = [replace(config, ckpt_blocks=blocks) for blocks in (4, 3, 2, 1)] + [replace(config, ckpt=False)]
+    never_less([plan_of(each, batch) for each in fewer], at_least=0.995)  # the last block's input, kept for nothing
+
+
 def test_mixed_precision_saves_at_a_large_batch_and_costs_at_a_small_one():
     """Weights are cast once per forward, 2 bytes each, which few images do not win back."""
     wide = dict(hidden_size=768, num_heads=12, image_size=32, ema="off")
