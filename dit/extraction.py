@@ -125,7 +125,7 @@ def extract(extraction: Extraction, shards: list[int], *, num_workers: int = 0,
 
 
 def finish(extraction: Extraction, wait: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """Sum up all shards' descriptions in the manifest and return it.
+    """Sum up all shards' descriptions in the manifest, delete what killed processes left half written, and return it.
 
     Waits for other processes' shards, calling ``wait(number missing)`` about once a second. Raises UsageError if no
     image was readable.
@@ -159,6 +159,8 @@ def finish(extraction: Extraction, wait: Callable[[int], None] | None = None) ->
                    for part in parts if part["count"]],
     }
     write_json(output / MANIFEST, manifest)
+    for left_over in output.glob(".shard-*"):  # by processes that were killed while they wrote
+        left_over.unlink(missing_ok=True)
     return manifest
 
 

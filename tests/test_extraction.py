@@ -43,6 +43,7 @@ def test_resumed_extraction_has_the_same_bytes(latents, images, vae, tmp_path, k
     extract(job, pending[:3 if killed == "before the manifest" else 1])
     if killed == "in a shard":  # a temporary file of a process that is no more, and half a shard under its name
         (output / "shard-00001.safetensors").write_bytes((latents / "shard-00001.safetensors").read_bytes()[:500])
+        (output / ".shard-00001.safetensors.4711").write_bytes(b"half")
     elif killed == "before the description":
         (output / "shard-00000.json").unlink()
     job = extraction(images, vae, output)
