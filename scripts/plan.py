@@ -337,6 +337,9 @@ def print_fit_table(config: TrainConfig, device: Device) -> None:
     for model, cells in found.items():
         table.add_row(model, *cells)
     Console().print(table)
+    if config.encodes_in_loop:
+        print("The VAE encodes in the step, and that can be what limits it: --data latents shows the models alone, "
+              "--encode-chunk 8 encodes fewer images at once.")
 
 
 def _status():

@@ -88,7 +88,8 @@ def _draw_alternatives(axes, config: TrainConfig, device: Device, num_devices: i
     for place, height in enumerate(mid):
         axes.text(place, 0.01 * top, f"{height:.1f}", ha="center", va="bottom", fontsize=8)
     axes.axhline(limit, color="black", linestyle="--", linewidth=1)
-    axes.text(-0.45, limit + 0.01 * top, f"{device.name}: {limit:.0f} GiB", ha="left", va="bottom", fontsize=8)
+    axes.text(-0.45, limit + 0.01 * top, f"{device.name}: {limit:.0f} GiB", ha="left", va="bottom", fontsize=8,
+              bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1})
     axes.set_xticks(range(len(found)), [_tick(each.flags) for each in found], fontsize=8)
     axes.set(ylabel="in use on a device, GiB", ylim=(0, 1.12 * top),
              title="same micro-batch, other settings" + (f", all over {num_devices}" if num_devices > 1 else ""))
