@@ -4,19 +4,20 @@
 
 The published runs used attention without fused kernels, multi-tensor AdamW that allocates its moments in the first
 step, the VAE in the same process, and DDP, on one GPU too, whose gradients are no views of its buckets (G3-1 names no
-GPUs: one process, not wrapped). No figure of theirs was used for the
-middles; the width of the interval of reserved memory was widened once, after FD-R3 had been seen outside it.
+GPUs: one process, not wrapped). No figure of theirs was used for the middles; the width of the interval of reserved
+memory was widened once, after FD-R3 had been seen outside it.
 """
 
+import argparse
 import csv
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from dit.config import TrainConfig
+from dit.cli import run
+from dit.config import TrainConfig, UsageError
 from dit.config import replace as with_settings
 from dit.planner import traced
 from dit.planner.catalogue import MIB
@@ -100,8 +101,12 @@ def _moved(index: int, moments: np.ndarray, first: int) -> int:
     return index - int((moments < index).sum()) if index <= first else index
 
 
-def main() -> int:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PUBLIC
+def main(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="check_public.py", description=__doc__.splitlines()[0])
+    parser.add_argument("csv", nargs="?", type=Path, default=PUBLIC, help="published runs; default: those of the tests")
+    path = parser.parse_args(args).csv
+    if not path.is_file():
+        raise UsageError(f"check_public.py {path}: no such file")
     with open(path, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["gpu"] in GPUS and row["model"].startswith("DiT-")]
     print("| run | verdict | low MiB | mid MiB | high MiB | published MiB | mid / published | inside |")
@@ -116,4 +121,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)
