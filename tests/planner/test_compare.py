@@ -25,6 +25,12 @@ def test_inside_the_interval_is_within_and_outside_is_not():
     assert rows_of(peak_allocated_bytes=979)["peak_allocated_bytes"].within is False
 
 
+def test_drawing_samples_is_no_part_of_the_steps_that_are_measured():
+    drawn = {**PLAN["memory"], "peak_phase": "sample", "by_phase": {"forward": 800, "backward": 950, "sample": 1000}}
+    rows = {each.quantity: each for each in compare({**PLAN, "memory": drawn}, {"peak_allocated_bytes": 950})}
+    assert rows["peak_allocated_bytes"].predicted == 950 and rows["peak_allocated_bytes"].within is True
+
+
 def test_ratio_is_measured_over_predicted_and_rates_follow_the_step_time():
     rows = rows_of(step_seconds=0.11, images_per_second=400.0, mfu=0.5)
     assert rows["step_seconds"].ratio == pytest.approx(1.1)
