@@ -105,10 +105,13 @@ class Sizes:
     def __init__(self, step: StepTrace, on_device: Callable[[Events], Events], key: tuple, expandable_segments: bool):
         self._step, self._on_device, self._key, self.expandable_segments = step, on_device, key, expandable_segments
         self._replayed = {} if step.trace is None else step.trace.memo
+        self._allocated: dict[int, int] = {}
 
     def allocated(self, micro_batch: int) -> int:
         """Highest bytes of tensors."""
-        return int(np.cumsum(rounded(self._events(micro_batch).bytes)).max())
+        if micro_batch not in self._allocated:
+            self._allocated[micro_batch] = int(np.cumsum(rounded(self._events(micro_batch).bytes)).max())
+        return self._allocated[micro_batch]
 
     def reserved(self, micro_batch: int) -> int:
         """Highest bytes of segments, found by a replay, whose result is kept with the trace."""

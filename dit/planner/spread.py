@@ -63,7 +63,8 @@ def _freed_in_backward(events: Events, gradients: np.ndarray) -> Events:
     last = int(events.micro_step[events.step == 1].max())
     ends = {step: stop for phase, _, stop, step in events.spans if PHASES[phase] == "backward"}
     order = np.arange(len(events), dtype=np.float64)
-    made = {int(tensor): index for index, tensor in enumerate(events.tensor) if events.bytes[index] > 0}
+    sizes = enumerate(zip(events.tensor.tolist(), events.bytes.tolist(), strict=True))
+    made = {tensor: index for index, (tensor, size) in sizes if size > 0}
     moved = np.nonzero(gradients & (events.bytes < 0))[0]
     for index in moved:
         start = made[int(events.tensor[index])]
