@@ -110,7 +110,7 @@ class Sizes:
     def allocated(self, micro_batch: int) -> int:
         """Highest bytes of tensors."""
         if micro_batch not in self._allocated:
-            self._allocated[micro_batch] = int(np.cumsum(rounded(self._events(micro_batch).bytes)).max())
+            self._allocated[micro_batch] = _highest(self._events(micro_batch))
         return self._allocated[micro_batch]
 
     def reserved(self, micro_batch: int) -> int:
@@ -118,6 +118,7 @@ class Sizes:
         key = self._key, micro_batch
         if key not in self._replayed:
             events = self._events(micro_batch)
+            self._allocated[micro_batch] = _highest(events)
             replayed = simulate(events_of(events), expandable_segments=self.expandable_segments)
             self._replayed[key] = replayed.peak_reserved_bytes
         return self._replayed[key]
@@ -155,6 +156,10 @@ class Sizes:
         if micro_batch == self._step.micro_batch:
             return self._on_device(self._step.events)
         return self._on_device(self._step.trace.events_at(micro_batch))
+
+
+def _highest(events: Events) -> int:
+    return int(np.cumsum(rounded(events.bytes)).max())
 
 
 def events_of(events: Events) -> np.ndarray:
