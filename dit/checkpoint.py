@@ -120,7 +120,7 @@ def defect(path: Path) -> str | None:
             broken = archive.testzip()
     except FileNotFoundError:
         return "no such file"
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError) as error:  # the last: unknown or encrypted
         return f"truncated or not a checkpoint file ({error})"
     return f"altered: record {broken} fails its checksum" if broken else None
 

@@ -10,8 +10,6 @@ from dit.run_folder import RunFolder
 from dit.sampling import GRID_STEPS, grid_batches, save_grid
 from dit.step import StepParts
 
-SAMPLING_STEPS = GRID_STEPS
-
 
 class Preview:
     """Draws ``samples/0000500.png`` with the averaged weights (the model's own where there is no average).
@@ -30,7 +28,7 @@ class Preview:
         parts = self._parts
         with parts.ema.swapped_in() if parts.ema is not None else nullcontext():
             batches = list(grid_batches(self._config, parts.model, parts.diffusion, self._codec, device=parts.device,
-                                        autocast=parts.precision.autocast, num_steps=SAMPLING_STEPS))
+                                        autocast=parts.precision.autocast, num_steps=GRID_STEPS))
         images = torch.cat([batch.images for batch in batches])
         path = self._folder.samples / f"{step:07d}.png"
         return str(save_grid(images, path, scale=max(1, 64 // images.shape[-1])) if self._writes else path)

@@ -56,6 +56,13 @@ def test_a_truncated_file_is_named_and_the_one_before_is_used(tmp_path, saved, k
     record("newest file truncated", f"to {100 * keep:.0f} % of its bytes", after="named, the file before it is used")
 
 
+def test_a_record_that_calls_itself_encrypted_is_altered(saved):
+    data = bytearray(saved.read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] |= 1  # the flag of the first record in the archive's directory
+    saved.write_bytes(data)
+    assert "not a checkpoint file" in checkpoint.defect(saved)
+
+
 def test_a_flipped_bit_is_found_or_changes_nothing(saved):
     """Some bytes of the container are padding; wherever a bit flips, no other numbers are ever loaded."""
     whole, choose, found = saved.read_bytes(), random.Random(0), 0

@@ -196,7 +196,7 @@ FSDP = replace(DIGITS, parallel="fsdp", sample_every=6)
 def leave_out_what_takes_long():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "WATCHED_STEPS", 0)
-        patch.setattr(preview, "SAMPLING_STEPS", 2)
+        patch.setattr(preview, "GRID_STEPS", 2)
         yield
 
 

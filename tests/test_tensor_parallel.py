@@ -64,7 +64,7 @@ DIGITS = replace(load_toml(ROOT / "configs" / "tiny.toml"), ckpt_every=4, log_ev
 @pytest.fixture(autouse=True)
 def leave_out_what_takes_long(monkeypatch):
     monkeypatch.setattr(trainer, "WATCHED_STEPS", 0)
-    monkeypatch.setattr(preview, "SAMPLING_STEPS", 2)
+    monkeypatch.setattr(preview, "GRID_STEPS", 2)
 
 
 def train_to(ranks, config, folder, steps):

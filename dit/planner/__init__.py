@@ -14,6 +14,7 @@ from dit.config_files import to_tree
 from dit.planner import calibration as calibrations
 from dit.planner import flops, step_time
 from dit.planner.catalogue import GIB, MIB, Device
+from dit.planner.communication import shard_size
 from dit.planner.hardware import attention_kernel
 from dit.planner.memory import MemoryPlan, plan_memory, rounded, summarize
 from dit.planner.spread import Shards
@@ -93,29 +94,45 @@ def known_samples(config: TrainConfig) -> int | None:
 
 def traced(config: TrainConfig, device: Device, micro_batch: int, num_steps: int = TRACED_STEPS) -> Trace:
     """The trace of ``config``'s step as ``device`` would run it, for ``num_steps`` steps."""
-    dtype = autocast_dtype(config, device)
-    if device.generation == "cpu":
-        kind, kernel = "cpu", "math" if config.precision.attention == "math" else "flash_cpu"
-        if config.precision.attention in ("efficient", "cudnn"):
-            raise UsageError(f"--attention {config.precision.attention} needs a GPU; a CPU has auto, flash and math")
-    else:
-        shape = config.shape
-        kind = "cuda"
-        head_size = shape.hidden_size // shape.num_heads
-        kernel = attention_kernel(device, dtype or "fp32", head_size, config.precision.attention)
-    return trace_step(config, device_kind=kind, dtype=dtype, attention=kernel, micro_batch=micro_batch,
-                      num_steps=num_steps)
+    dtype, kernel = dtype_and_kernel(config, device)
+    return trace_step(config, device_kind="cpu" if device.generation == "cpu" else "cuda", dtype=dtype,
+                      attention=kernel, micro_batch=micro_batch, num_steps=num_steps)
 
 
 def memory_of(config: TrainConfig, device: Device, num_devices: int, step: StepTrace) -> MemoryPlan:
     """The memory of a traced step. The allocator's mode is that of this environment."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    shards = None
-    if config.memory.parallel == "fsdp" and num_devices > 1:
-        shards = Shards.of(config.shape, config.memory.shard_size or num_devices, 2 if config.precision.amp else 4)
     runs_vae = config.encodes_in_loop or (config.run.sample_every > 0 and config.vae != "none")
-    return plan_memory(step, device, num_devices=num_devices, encodes=runs_vae, shards=shards,
+    return plan_memory(step, device, num_devices=num_devices, encodes=runs_vae,
+                       shards=shards_of(config, num_devices),
                        expandable_segments="expandable_segments:True" in settings.replace(" ", ""))
+
+
+def shards_of(config: TrainConfig, num_devices: int) -> Shards | None:
+    """How FSDP spreads the model over ``num_devices``; None where each has a whole one."""
+    size = shard_size(config, num_devices)
+    return Shards.of(config.shape, size, 2 if config.precision.amp else 4) if size > 1 else None
+
+
+def state_bytes(config: TrainConfig, num_devices: int) -> int:
+    """Bytes that each device holds between backward and optimizer whatever the batch: its share of weights, gradients,
+    moments and average. What is above its memory can do without a trace.
+    """
+    moments = {"adamw-8bit": 2, "adamw-4bit": 1}.get(config.optim.optimizer, 8)
+    frozen = flops.parameters(config.shape) - flops.trainable_parameters(config.shape)
+    held = 4 * frozen + flops.trainable_parameters(config.shape) * (
+        4 + 4 + moments + 4 * (config.optim.ema == "device"))
+    return held // shard_size(config, num_devices)
+
+
+def dtype_and_kernel(config: TrainConfig, device: Device) -> tuple[str | None, str]:
+    """What autocast computes in (None: no autocast), and the attention kernel that a step of ``config`` runs."""
+    dtype, asked, shape = autocast_dtype(config, device), config.precision.attention, config.shape
+    if device.generation != "cpu":
+        return dtype, attention_kernel(device, dtype or "fp32", shape.hidden_size // shape.num_heads, asked)
+    if asked in ("efficient", "cudnn"):
+        raise UsageError(f"--attention {asked} needs a GPU; a CPU has auto, flash and math")
+    return dtype, "math" if asked == "math" else "flash_cpu"
 
 
 def autocast_dtype(config: TrainConfig, device: Device) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dit.config import PRESETS, TrainConfig, UsageError, replace
 from dit.config_checks import validate
-from dit.planner import flops, memory_of, traced
+from dit.planner import memory_of, state_bytes, traced
 from dit.planner.catalogue import Device
 from dit.planner.memory import MemoryPlan
 from dit.planner.trace import Trace, is_affine
@@ -15,7 +15,6 @@ MOST_DEVICES = 1024
 DRAWN_DEVICES = 8
 """Devices of the FSDP bar beside a run on one."""
 _ALL_BLOCKS = {"ckpt": True, "ckpt_blocks": None, "ckpt_every_nth": 1}
-_MOMENT_BYTES = {"adamw": 8, "adamw-foreach": 8, "adamw-8bit": 2, "adamw-4bit": 1}
 
 
 @dataclass(frozen=True)
@@ -175,14 +174,8 @@ def _changed(config: TrainConfig, changes: dict[str, object], num_devices: int) 
 
 
 def _floor(config: TrainConfig, device: Device, num_devices: int) -> int:
-    """Bytes that a device holds between backward and optimizer, whatever the batch: what is above its memory can do
-    without a trace.
-    """
-    trained = flops.trainable_parameters(config.shape)
-    held = 4 * flops.parameters(config.shape) + trained * (
-        4 + _MOMENT_BYTES[config.optim.optimizer] + 4 * (config.optim.ema == "device"))
-    shards = (config.memory.shard_size or num_devices) if config.memory.parallel == "fsdp" else 1
-    return held // shards + device.context_bytes[0]
+    """Bytes in use on a device at the least: what is above its memory can do without a trace."""
+    return state_bytes(config, num_devices) + device.context_bytes[0]
 
 
 def _planned(asked: TrainConfig, changes: dict[str, object], config: TrainConfig, device: Device, num_devices: int,

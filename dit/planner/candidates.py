@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dit.config import IMAGE_DATA, SECTION_OF, TrainConfig, UsageError, flag, replace
-from dit.planner import IMAGENET_SAMPLES, autocast_dtype, flops, priors
+from dit.planner import IMAGENET_SAMPLES, autocast_dtype, priors, state_bytes
 from dit.planner.calibration import PRIORS, Calibration
 from dit.planner.catalogue import NODES, Device, Node
 from dit.planner.costs import Costs, on_latents
@@ -223,7 +223,7 @@ def _on_device(config: TrainConfig, asked: TrainConfig, device: Device, wish: Wi
     for count, accumulation, micro_batch in _splits(config, wish):
         for spread in _spreads(config, count, device):
             variant = replace(spread, grad_accum=accumulation)
-            if _state_bytes(variant, count) > device.memory_bytes:  # spares a trace
+            if state_bytes(variant, count) > device.memory_bytes:  # spares a trace
                 continue
             memory_bytes = costs.memory_bytes(variant, device, count, micro_batch)
             if memory_bytes > device.memory_bytes:
@@ -268,16 +268,6 @@ def _spreads(config: TrainConfig, count: int, device: Device) -> Iterator[TrainC
     if memory.tensor_parallel == 1 and count > per_node and count % per_node == 0:
         yield replace(config, parallel="fsdp", shard_size=per_node)
     yield replace(config, parallel="fsdp")
-
-
-def _state_bytes(config: TrainConfig, count: int) -> float:
-    """Weights, gradients, moments and average of one device, which any step holds together."""
-    moments = {"adamw-8bit": 2, "adamw-4bit": 1}.get(config.optim.optimizer, 8)
-    shards = 1
-    if config.memory.parallel == "fsdp":
-        shards = config.memory.shard_size or config.data_ranks(count)
-    per_weight = 4 + 4 + moments + 4 * (config.optim.ema == "device")
-    return per_weight * flops.trainable_parameters(config.shape) / shards
 
 
 def _node(device: Device) -> Node:

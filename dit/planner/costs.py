@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dit.config import TrainConfig, replace
-from dit.planner import autocast_dtype, communication, memory_of, traced
+from dit.planner import communication, dtype_and_kernel, memory_of, shards_of, traced
 from dit.planner.calibration import Calibration
 from dit.planner.catalogue import Device, Node
-from dit.planner.hardware import attention_kernel
 from dit.planner.memory import MemoryPlan, rounded
-from dit.planner.spread import Shards, with_shards
+from dit.planner.spread import with_shards
 from dit.planner.step_time import Counted, Tally, TimePlan, counted, predict_tallied, tally_of
 from dit.planner.trace import CATEGORIES, PHASES, Events, StepTrace, Trace
 
@@ -100,11 +99,7 @@ class Costs:
         """(what it depends on, the trace), read from one recording where that serves every micro-batch."""
         memory = {"parallel": "ddp", "shard_size": 0, "grad_accum": min(config.memory.grad_accum, 2)}
         recorded = replace(config, global_batch_size=1, **memory)
-        dtype, kernel = autocast_dtype(config, device), "cpu"
-        if device.generation != "cpu":
-            head_size = config.shape.hidden_size // config.shape.num_heads
-            kernel = attention_kernel(device, dtype or "fp32", head_size, config.precision.attention)
-        key = recorded, dtype, kernel
+        key = recorded, *dtype_and_kernel(config, device)
         if micro_batch > 1 and key in self._traces:
             return key, self._traces[key]
         alone = *key, micro_batch
@@ -136,10 +131,7 @@ class Costs:
         return self._tallies[key]
 
     def _step_levels(self, config: TrainConfig, device: Device, num_devices: int, micro_batch: int) -> _Levels:
-        shards = None
-        if config.memory.parallel == "fsdp" and num_devices > 1:
-            size = communication.shard_size(config, num_devices)
-            shards = Shards.of(config.shape, size, 2 if config.precision.amp else 4)
+        shards = shards_of(config, num_devices)
         key, trace = self._trace(config, device, micro_batch)
         key = *key, micro_batch, shards
         if key not in self._levels:

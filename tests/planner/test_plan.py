@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dit.config import TrainConfig, UsageError, replace
-from dit.planner import alternatives, plan
+from dit.planner import alternatives, plan, shards_of
 from dit.planner.catalogue import GIB
 from dit.planner.hardware import cpu_device, custom_device, find_device
 
@@ -175,6 +175,13 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not():
     one_more = plan(small(global_batch_size=largest + 1), device)
     assert one_more.memory.verdict != "fits"
     assert alternatives.largest_micro_batch(small(), custom_device(GIB // 4)) == (0, None)
+
+
+def test_devices_that_compute_together_hold_no_smaller_shares():
+    """Tensor parallel is planned as whole layers, so only the groups of devices share a model out."""
+    config = replace(TrainConfig(), parallel="fsdp", tensor_parallel=2)
+    assert shards_of(config, 8).num_devices == 4 and shards_of(config, 2) is None
+    assert shards_of(replace(config, parallel="ddp"), 8) is None
 
 
 # ---- the command ----
