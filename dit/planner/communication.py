@@ -61,9 +61,10 @@ def ddp_bytes(shape: ModelShape, num_devices: int) -> float:
 
 def shard_size(config: TrainConfig, num_devices: int) -> int:
     """Devices that hold one model between them: 1 under DDP. Raises UsageError where groups do not come out even."""
-    if config.memory.parallel != "fsdp":
-        return 1
-    data_ranks = config.data_ranks(num_devices)
+    return _group_size(config, config.data_ranks(num_devices)) if config.memory.parallel == "fsdp" else 1
+
+
+def _group_size(config: TrainConfig, data_ranks: int) -> int:
     size = config.memory.shard_size or data_ranks
     if data_ranks % size:
         raise UsageError(f"--shard-size {size} does not divide the {data_ranks} devices")
@@ -79,18 +80,11 @@ def fsdp_bytes(shape: ModelShape, num_devices: int, accumulation: int = 1, *, we
     the parts are then all-reduced among groups.
     """
     size = shard_size or num_devices
-    block, others = block_parameters(shape)
+    block, others = flops.block_parameters(shape)
     gathered = 2 * shape.depth * block * weight_bytes + 4 * others
     reduced = gradient_bytes(shape)
     inside = accumulation * gather_bytes(gathered, size) + gather_bytes(reduced, size)
     return inside + all_reduce_bytes(reduced / size, num_devices // size)
-
-
-def block_parameters(shape: ModelShape) -> tuple[int, int]:
-    """(parameters of one block, parameters outside of blocks, the fixed position table among them)."""
-    parts = flops.parameters_by_part(shape)
-    block = (parts["attention"] + parts["mlp"] + parts["modulation"]) // shape.depth
-    return block, flops.parameters(shape) - shape.depth * block
 
 
 def buckets(shape: ModelShape) -> list[int]:
@@ -205,10 +199,8 @@ def plan_fsdp(config: TrainConfig, device: Device, num_devices: int, node: Node 
     if num_devices == 1:
         return NOTHING
     shape, accumulation = config.shape, config.memory.grad_accum
-    size = config.memory.shard_size or num_devices
-    if num_devices % size:
-        raise UsageError(f"--shard-size {size} does not divide the {num_devices} devices")
-    block, others = block_parameters(shape)
+    size = _group_size(config, num_devices)
+    block, others = flops.block_parameters(shape)
     weight_bytes = 2 if config.precision.amp else 4
     sent = fsdp_bytes(shape, num_devices, accumulation, weight_bytes=weight_bytes, shard_size=size)
     if device.generation == "cpu":

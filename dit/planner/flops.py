@@ -29,6 +29,13 @@ def parameters_by_part(shape: ModelShape) -> dict[str, int]:
     }
 
 
+def block_parameters(shape: ModelShape) -> tuple[int, int]:
+    """(parameters of one block, parameters outside of blocks, the fixed position table among them)."""
+    parts = parameters_by_part(shape)
+    block = (parts["attention"] + parts["mlp"] + parts["modulation"]) // shape.depth
+    return block, parameters(shape) - shape.depth * block
+
+
 def label_rows(shape: ModelShape) -> int:
     """Rows of the label table: one per class, and the null class if labels are ever dropped or there are no classes."""
     return shape.num_classes + (shape.class_dropout_prob > 0 or shape.num_classes == 0)

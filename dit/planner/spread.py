@@ -34,9 +34,7 @@ class Shards:
 
     @classmethod
     def of(cls, shape: ModelShape, num_devices: int, weight_bytes: int) -> "Shards":
-        parts = flops.parameters_by_part(shape)
-        block = (parts["attention"] + parts["mlp"] + parts["modulation"]) // shape.depth
-        return cls(num_devices, shape.depth, block, flops.parameters(shape) - shape.depth * block, weight_bytes)
+        return cls(num_devices, shape.depth, *flops.block_parameters(shape), weight_bytes)
 
 
 def with_buckets(events: Events, gradients_are_views: bool) -> Events:

@@ -31,7 +31,7 @@ def test_bytes_of_ddp_and_fsdp_are_the_closed_forms():
 
 def test_bytes_of_fsdp_are_the_closed_form():
     gradients = 4 * flops.trainable_parameters(XL)
-    block, others = communication.block_parameters(XL)
+    block, others = flops.block_parameters(XL)
     assert 28 * block + others == flops.parameters(XL) == 675_129_632
     # blocks gathered twice per micro-step, what is around them once; gradients scattered once per step
     once = 7 / 8 * (2 * 28 * block * 4 + 4 * others)
@@ -135,7 +135,7 @@ def test_one_device_exchanges_nothing_under_fsdp_and_bytes_are_those_counted():
 
 
 def test_gathers_hide_behind_long_blocks_and_show_without_them():
-    block, others = communication.block_parameters(XL)
+    block, others = flops.block_parameters(XL)
     hidden, bare = fsdp(8, 100.0, 200.0), fsdp(8, 0.0, 0.0)
     first = communication.gather_seconds(4 * others, 8, A100.link, NODE)
     one = communication.gather_seconds(4 * block, 8, A100.link, NODE)
@@ -161,7 +161,7 @@ def test_overlap_of_fsdp_lies_between_its_bounds(blocks, compute, gather, scatte
 
 
 def test_accumulation_gathers_in_every_micro_step_and_scatters_once():
-    block, others = communication.block_parameters(XL)
+    block, others = flops.block_parameters(XL)
     gathers = communication.gather_seconds(4 * others, 8, A100.link, NODE) + 56 * communication.gather_seconds(
         4 * block, 8, A100.link, NODE)
     assert fsdp(8, grad_accum=3).seconds - fsdp(8).seconds == pytest.approx(2 * gathers)
