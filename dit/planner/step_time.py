@@ -8,7 +8,7 @@ Recomputation and accumulation are in the trace as they run.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -321,9 +321,3 @@ def run_plan(time: TimePlan, steps: int, num_devices: int, device: Device,
     watts = device.board_power_watts
     cost = None if price_per_device_hour is None else device_hours * price_per_device_hour
     return RunPlan(steps, hours, device_hours, cost, None if watts is None else device_hours * watts / 1000)
-
-
-def as_dict(time: TimePlan) -> Mapping[str, object]:
-    """The plan's "time" entry of plan.json."""
-    return {"step_seconds": time.step_seconds, "by_phase": time.by_phase, "by_class": time.by_class,
-            "images_per_second": time.images_per_second, "mfu": time.mfu, "bound_by": time.bound_by}
