@@ -1,4 +1,4 @@
-"""torchrun's restarts: two agents on one machine, one of them killed with its process, and started again."""
+"""torchrun as a user types it, and its restarts: two agents on one machine, one of them killed and started again."""
 
 import contextlib
 import os
@@ -11,6 +11,8 @@ import pytest
 import sessions
 from faultlog import record
 from test_resume import SMALL
+
+from dit.metrics import read_metrics
 
 ROOT = sessions.ROOT
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -36,6 +38,19 @@ def kill_node(process: subprocess.Popen) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def test_the_command_that_the_tiny_config_gives(tmp_path):
+    """As it stands in the file's first line: the plan is made, and two ranks train in bf16."""
+    said = (ROOT / "configs" / "tiny.toml").read_text().splitlines()[0].removeprefix("# ").split()
+    assert said[0] == "torchrun" and "--amp" in said
+    command = [sys.executable, "-m", "torch.distributed.run", *said[1:], "--run-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(20)) and steps[-1]["loss"] < steps[0]["loss"]
+    assert "bf16" in done.stdout and (tmp_path / "run" / "plan.json").exists()
 
 
 @pytest.mark.timeout(280)

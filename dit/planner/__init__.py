@@ -265,11 +265,12 @@ def _amp_costs(config: TrainConfig, device: Device, memory: MemoryPlan, micro_ba
     if (not config.precision.amp or memory.peak_phase == "encode"
             or memory.by_category["cast_copies"] < memory.by_category["activations"] / 8):
         return 0
-    peaks = {}
+    peaks: dict[tuple[int, bool], int] = {}
+    without_vae = {"data": "latents"} if config.encodes_in_loop else {}
     for depth in (2, 3):
         for amp in (True, False):
             few = replace(config, depth=depth, amp=amp, amp_dtype=config.precision.amp_dtype if amp else "auto",
-                          ckpt_blocks=None, sample_every=0, data="synthetic")
+                          ckpt_blocks=None, sample_every=0, **without_vae)
             step = traced(few, device, micro_batch, num_steps=1).at(micro_batch)
             peaks[depth, amp] = summarize(step.events, rounded(step.events.bytes))["peak_allocated_bytes"]
     two, three = (peaks[depth, True] - peaks[depth, False] for depth in (2, 3))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dit.config import TrainConfig, UsageError, replace
+from dit.config_files import load_toml
 from dit.planner import alternatives, plan, shards_of
 from dit.planner.catalogue import GIB
 from dit.planner.hardware import cpu_device, custom_device, find_device
@@ -77,6 +78,13 @@ def test_notes_say_what_compiling_is_and_what_amp_costs():
     assert any("--compile is not modelled" in note for note in notes)
     assert any("AMP costs" in note for note in notes)
     assert not any("AMP costs" in note for note in plan(small(amp=True, global_batch_size=512), A100).content["notes"])
+
+
+def test_what_amp_costs_is_planned_for_pixels_too():
+    config = replace(load_toml(SCRIPT.parents[1] / "configs" / "tiny.toml"), ckpt=True, grad_accum=2)
+    plain, amp = plan(config, A100), plan(replace(config, amp=True), A100)
+    costs = amp.memory.peak_allocated_bytes > plain.memory.peak_allocated_bytes
+    assert any("AMP costs" in note for note in amp.content["notes"]) == costs
 
 
 @pytest.mark.parametrize("changes", [{}, dict(ema="off"), dict(ema="host", optimizer="adamw-foreach"),
