@@ -145,7 +145,7 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
             if leaving:
                 break
             lr, decay = learning_rate(config.optim, step), warmed_up_decay(config.optim.ema_decay, step)
-            watched = step - first < WATCHED_STEPS or step % config.run.log_every == 0
+            watched = _is_watched(step - first, ranks) or step % config.run.log_every == 0
             result, memory = relief(partial(_take_step, parts, feed, step, lr, decay, pulse, saver,
                                             watch if watched else None))
             meter.add(step, result, lr=lr, data_wait_seconds=feed.take_wait(), memory=memory,
@@ -162,6 +162,15 @@ def train(asked: TrainConfig, folder: RunFolder, ranks: Ranks, facts: DeviceFact
         sink.close()
     newest = next(iter(checkpoint.present(folder.checkpoints, step)), checkpoint.path_of(folder.checkpoints, step))
     return Outcome(step, total, signal_number, newest, watch.peak_by_phase)
+
+
+def _is_watched(since: int, ranks: Ranks) -> bool:
+    """Whether the memory of the session's step number ``since`` is measured: of the first ones, but on CPUs not of the
+    second. There DDP makes its buckets anew, and the profiler, which never saw the old ones taken, does not see them
+    go.
+    """
+    skips = ranks.device.type == "cpu" and ranks.world_size > 1
+    return since - (skips and since > 1) < WATCHED_STEPS and not (skips and since == 1)
 
 
 def _take_step(parts: StepParts, feed: Feed, step: int, lr: float, decay: float, pulse: Pulse, saver: Saver,

@@ -1,6 +1,7 @@
 """torchrun as a user types it, and its restarts: two agents on one machine, one of them killed and started again."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -51,6 +52,18 @@ def test_the_command_that_the_tiny_config_gives(tmp_path):
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(20)) and steps[-1]["loss"] < steps[0]["loss"]
     assert "bf16" in done.stdout and (tmp_path / "run" / "plan.json").exists()
+
+
+def test_a_trial_of_two_ranks_holds_each_one_s_memory_against_its_plan(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", "--config",
+               "configs/tiny.toml", "--hidden-size", "256", "--run-dir", str(tmp_path / "run"), "--trial",
+               "--trial-steps", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    rows = {row["quantity"]: row for row in json.loads((tmp_path / "run" / "trial.json").read_text())["rows"]}
+    assert rows["peak_allocated_bytes"]["ratio"] == pytest.approx(1, abs=0.01)
+    assert rows["device_used_bytes"]["within"] is True
 
 
 @pytest.mark.timeout(280)

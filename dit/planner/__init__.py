@@ -229,9 +229,12 @@ def _memory_notes(config: TrainConfig, device: Device, num_devices: int, memory:
     largest = ", ".join(f"{c.category.replace('_', ' ')}{f' of {c.module}' if c.module else ''} {_size(c.bytes)}"
                         for c in memory.contributors)
     notes = [f"Largest at the peak ({memory.peak_phase}): {largest}."]
-    missing = memory.device_used_bytes["high"] - device.memory_bytes
+    if device.generation == "cpu" and num_devices > 1:
+        notes.append(f"Memory is that of one process; {num_devices} share {_size(device.memory_bytes)}, "
+                     f"{_size(memory.memory_bytes)} each.")
+    missing = memory.device_used_bytes["high"] - memory.memory_bytes
     if memory.verdict == "does_not_fit":
-        short = memory.device_used_bytes["mid"] - device.memory_bytes
+        short = memory.device_used_bytes["mid"] - memory.memory_bytes
         notes.append(f"Does not fit: {_size(short)} more than {device.name} has"
                      + (f"; it would run out in phase {memory.oom_phase}." if memory.oom_phase else "."))
     elif memory.verdict == "tight":

@@ -168,12 +168,12 @@ def events_of(events: Events) -> np.ndarray:
 
 
 def _on_cpu(events: Events, device: Device, num_processes: int) -> MemoryPlan:
-    """``device_used_bytes`` is of all processes, which share the machine's memory; the other figures are of one."""
-    peak = summarize(events, events.bytes)
-    used = {name: num_processes * int(peak["peak_allocated_bytes"] * margin + host)
+    """Of one process; the machine's memory is shared out among all of them."""
+    peak, share = summarize(events, events.bytes), device.memory_bytes // num_processes
+    used = {name: int(peak["peak_allocated_bytes"] * margin + host)
             for name, margin, host in zip(_ENDS, HOST_MARGIN, HOST_BYTES, strict=True)}
-    return MemoryPlan(verdict=_verdict(used, device.memory_bytes, False), peak_reserved_bytes=None,
-                      device_used_bytes=used, memory_bytes=device.memory_bytes, events=events, **peak)
+    return MemoryPlan(verdict=_verdict(used, share, False), peak_reserved_bytes=None, device_used_bytes=used,
+                      memory_bytes=share, events=events, **peak)
 
 
 def _on_gpu(events: Events, device: Device, under_ddp: bool, encodes: bool, sizes: Sizes,

@@ -102,6 +102,15 @@ def test_contributors_are_the_largest_and_part_of_the_peak():
         assert sum(each.bytes for each in plan.contributors if each.category == category) <= plan.by_category[category]
 
 
+def test_processes_of_a_cpu_share_its_memory():
+    alone = plan_of(small(), device=cpu_device())
+    need = alone.device_used_bytes["high"]
+    machine = dataclasses.replace(cpu_device(), memory_bytes=int(1.5 * need))
+    assert plan_of(small(), device=machine).verdict == "fits"
+    both = plan_of(small(), device=machine, num_devices=2)
+    assert both.verdict != "fits" and need <= both.device_used_bytes["high"] < 1.5 * need
+
+
 def test_a_cpu_counts_bytes_and_has_no_reserved_memory():
     plan = plan_of(small(), 4, cpu_device())
     assert plan.peak_reserved_bytes is None and plan.peak_allocated_bytes % 512
