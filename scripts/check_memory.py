@@ -4,13 +4,13 @@ configurations.
     python scripts/check_memory.py [--output benchmarks/memory_cpu.md] [NAME ...]
 
 Every configuration is traced on meta tensors and then really trained for three steps under torch's profiler; nothing is
-fitted. Exits 1 if a peak is off by more than 1 % or a phase by more than 2 %.
+fitted. The low-bit optimizers need torchao (pip install .[lowbit]). Exits 1 if a peak is off by more than 1 % or a
+phase by more than 2 %.
 """
 
 import argparse
 import json
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from dit.cli import run
 from dit.codec import Codec, build_codec, codec_spec
 from dit.config import TrainConfig, replace
 from dit.metrics_memory import live_tensor_bytes, measure_tensor_peak, profiled_phase
@@ -198,11 +199,11 @@ def table(checks: list[Check]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(args: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"configurations; default: all {len(CONFIGURATIONS)}")
     parser.add_argument("--output", help="write the table to this file")
-    flags = parser.parse_args()
+    flags = parser.parse_args(args)
     unknown = [name for name in flags.names if name not in CONFIGURATIONS]
     if unknown:
         parser.error(f"{unknown[0]}: unknown; one of {'; '.join(CONFIGURATIONS)}")
@@ -220,4 +221,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)
